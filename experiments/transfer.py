@@ -105,7 +105,7 @@ def _add(url: str, source) -> int:
   for number, line in source:
     try:
       documents.append(atif.read(json_lines.loads(line), trusted=TRUSTED.value))
-    except (AttributeError, ValueError) as error:
+    except ValueError as error:
       raise common.BadInput(f'line {number}: {error}') from error
   with DataPool(url) as pool:
     for trajectory, completions, reward in documents:

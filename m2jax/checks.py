@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import reprlib
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -47,23 +49,54 @@ def repeatable(error: BaseException) -> bool:
   return not isinstance(error, (ValueError, FileNotFoundError, FloatingPointError))
 
 
+def _is_text(value: Any) -> bool:
+  """Whether a value is a text that files and databases accept."""
+  try:
+    return isinstance(value, str) and b'\0' not in value.encode()
+  except UnicodeEncodeError:  # a lone surrogate
+    return False
+
+
 # Hint of a field → what its values are for a user, and whether a value of JSON or TOML
 # is one. Numbers are sizes, times and counts.
 _TYPES = {
-  'str': ('text', lambda v: isinstance(v, str)),
-  'str | None': ('text or null', lambda v: v is None or isinstance(v, str)),
+  'str': ('text', _is_text),
+  'str | None': ('text or null', lambda v: v is None or _is_text(v)),
   'bool': ('true or false', lambda v: isinstance(v, bool)),
-  'int': ('a whole number, at least 0', lambda v: type(v) is int and v >= 0),
+  'int': ('a whole number, at least 0', lambda v: type(v) is int and 0 <= v < 2**63),
   'float': (
     'a finite number, at least 0',
     lambda v: type(v) in (int, float) and 0 <= v < math.inf,
   ),
   'Mapping[str, Any]': ('an object or table', lambda v: isinstance(v, dict)),
+  'Mapping[str, float]': (
+    'an object of numbers',
+    lambda v: isinstance(v, dict) and all(type(x) in (int, float) for x in v.values()),
+  ),
   'tuple[str, ...]': (
     'a list of texts',
-    lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
+    lambda v: isinstance(v, list) and all(map(_is_text, v)),
   ),
 }
+
+
+def check_fields(kind: type, values: Mapping[str, Any], where: str) -> None:
+  """Raises ValueError unless values that were read from a file fit a dataclass.
+
+  Fields whose hint is not listed here must not be given.
+
+  Args:
+    kind: the dataclass.
+    values: by name of the field.
+    where: the place of the values in the file, for the message.
+  """
+  hints = {field.name: field.type for field in dataclasses.fields(kind)}
+  hints = {name: hint for name, hint in hints.items() if hint in _TYPES}
+  for name, value in values.items():
+    if name not in hints:
+      has = ', '.join(hints)
+      raise ValueError(f'{where} has no field {reprlib.repr(name)}; it has {has}')
+    check_type(value, hints[name], f'{where}.{name}')
 
 
 def check_type(value: Any, hint: str, field: str) -> None:

@@ -28,6 +28,7 @@ import zstandard
 from m2jax import records
 
 COMPRESS_BYTES = 128
+MAX_BYTES = 1 << 30  # of a body, before it is compressed
 
 _LENGTHS = struct.Struct('<iiii')
 _EXPERTS = struct.Struct('<ii')
@@ -104,14 +105,30 @@ def unpack(
   """The inverse of `pack`: the fields of `records.Completion` in a blob.
 
   Raises:
-    ValueError: the blob needs its parent, and `parent` is None or another one.
+    ValueError: the blob is damaged, or needs its parent, and `parent` is None or
+      another one.
   """
   flags, body = decompress(blob)
-  own, response, shared, changed = _LENGTHS.unpack_from(body)
+  try:
+    own, response, shared, changed = lengths = _LENGTHS.unpack_from(body)
+    size, ids = _LENGTHS.size + 4 * own + 12 * response, ()
+    if flags & _HAS_EXPERTS and min(lengths) >= 0:
+      ids = _EXPERTS.unpack_from(body, size)
+      rows = changed + own + response
+      size += _EXPERTS.size + 4 * changed + 2 * rows * math.prod(ids)
+  except struct.error as error:
+    raise ValueError(f'data pool: arrays of a completion: {error}') from error
+  if min(*lengths, *ids) < 0 or size != len(body):
+    raise ValueError(
+      f'data pool: arrays of a completion: {len(body)} bytes for the lengths '
+      f'{(*lengths, *ids)}'
+    )
   if shared and (parent is None or _tokens(parent) != shared):
     raise ValueError(
       f'data pool: the parent of a completion, of {shared} tokens, is missing'
     )
+  if shared and ids and (parent.experts is None or parent.experts.shape[1:] != ids):
+    raise ValueError(f'data pool: the parent of a completion has no expert ids {ids}')
   offset = _LENGTHS.size
 
   def read(dtype: str, count: int) -> np.ndarray:
@@ -131,11 +148,11 @@ def unpack(
     'experts': None,
   }
   if flags & _HAS_EXPERTS:
-    ids = tuple(_EXPERTS.unpack_from(body, offset))
     offset += _EXPERTS.size
     positions = read('<i4', changed)
-    rest = own + response
-    experts = read('<i2', (changed + rest) * math.prod(ids)).reshape(-1, *ids)
+    if not ((positions >= 0) & (positions < shared)).all():
+      raise ValueError('data pool: expert ids of a completion: positions out of range')
+    experts = read('<i2', rows * math.prod(ids)).reshape(rows, *ids)
     out['experts'] = experts[changed:]
     if shared:
       out['experts'] = np.concatenate([parent.experts, experts[changed:]])
@@ -144,17 +161,33 @@ def unpack(
 
 
 def compress(flags: int, body: bytes) -> bytes:
-  """A header byte and the body; a long body is compressed to a zstd frame."""
+  """A header byte and the body; a long body is compressed to a zstd frame.
+
+  Raises:
+    ValueError: the body has more than `MAX_BYTES`: it would not be read.
+  """
+  if len(body) > MAX_BYTES:
+    raise ValueError(f'data pool: {len(body)} bytes are more than {MAX_BYTES}')
   if len(body) > COMPRESS_BYTES:
     return bytes([flags | _ZSTD]) + _zstd().compress(body)
   return bytes([flags]) + body
 
 
 def decompress(blob: bytes) -> tuple[int, bytes]:
-  """The inverse of `compress`."""
-  flags, body = blob[0], blob[1:]
+  """The inverse of `compress`.
+
+  Raises:
+    ValueError: the blob is damaged, or its body has more than `MAX_BYTES`.
+  """
+  flags, body = int.from_bytes(blob[:1]), blob[1:]
   if flags & _ZSTD:
-    body = zstandard.decompress(body)
+    try:
+      size = zstandard.frame_content_size(body)
+      if not 0 <= size <= MAX_BYTES:  # before anything is allocated
+        raise ValueError(f'data pool: {size} bytes, of at most {MAX_BYTES}')
+      body = zstandard.decompress(body)
+    except zstandard.ZstdError as error:
+      raise ValueError(f'data pool: not compressed by zstd: {error}') from error
   return flags, body
 
 

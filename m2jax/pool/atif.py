@@ -10,8 +10,9 @@ exactly. Completions that no message shows are there too: the messages of an age
 streams, begins a conversation anew or has sub-agents are those of one conversation,
 often without the last answer.
 
-Documents of other tools are read too. A trajectory without a verdict of ours is marked
-as not judged, which masks it from training.
+Documents of other tools are read too, and any tool can write what ours has. A verdict
+in a document is therefore a claim: its trajectory is marked as not judged, which masks
+it from training, unless the caller trusts the document.
 """
 
 from __future__ import annotations
@@ -20,18 +21,29 @@ import dataclasses
 import datetime
 import itertools
 import json
+import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from m2jax import records
+from m2jax import checks, records
 from m2jax.observe import transcript
+from m2jax.pool import tables
 
 VERSION = 'ATIF-v1.8'
 OTHERS = 'other_completions'  # in `extra`: those that no reply shows
 _OURS = 'm2jax'
 _SOURCES = {'system': 'system', 'user': 'user', 'developer': 'system'}
-_NOT_JUDGED = 'imported without a verdict'
+_MASKED, _NOT_JUDGED = 'infrastructure', 'imported without a verdict'
+_WHERE = f'extra.{_OURS}'
+_SESSION = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,255}')
+# Field of a completion → that of ATIF's metrics.
+_ARRAYS = {
+  'prompt_ids': 'prompt_token_ids',
+  'response_ids': 'completion_token_ids',
+  'logprobs': 'logprobs',
+}
 
 
 def document(
@@ -281,7 +293,7 @@ def _metrics(c: records.Completion) -> dict[str, Any]:
 
 
 def read(
-  document: Mapping[str, Any],
+  document: Mapping[str, Any], *, trusted: bool = False
 ) -> tuple[
   records.Trajectory, list[records.Completion], records.TrajectoryReward | None
 ]:
@@ -290,88 +302,125 @@ def read(
   The trajectory belongs to no work item. Completions are those with token ids and
   log-probabilities.
 
+  Args:
+    document: JSON from anywhere.
+    trusted: whether its verdict and rewards count; otherwise it is not judged.
+
   Raises:
-    ValueError: the document is not of ATIF; names the field.
+    ValueError: the document is not of ATIF, or has a value that cannot be; names the
+      field.
   """
-  version = document.get('schema_version')
+  version = document.get('schema_version') if isinstance(document, dict) else None
   if not str(version).startswith('ATIF-v1.'):
-    raise ValueError(f'schema_version is {version!r}: must be ATIF-v1.x')
+    raise ValueError(f'schema_version is {reprlib.repr(version)}: must be ATIF-v1.x')
   try:
     ours = dict((document.get('extra') or {}).get(_OURS) or {})
     steps = document['steps']
-    messages = tuple(m for step in steps for m in _messages(step))
+    messages = tuple(
+      message for i, step in enumerate(steps) for message in _messages(step, i)
+    )
     reward, others = ours.pop('reward', None), ours.pop(OTHERS, ())
     session = ours.get('session') or document.get('trajectory_id')
     session = session or document.get('session_id')
     if not session:
       raise ValueError('trajectory_id and session_id are missing')
-    task = next((m['content'] for m in messages if m['role'] == 'user'), '')
-    defaults = dict(
-      session=session,
+    if not isinstance(session, str) or not _SESSION.fullmatch(session):
+      shown = reprlib.repr(session)
+      raise ValueError(f'session is {shown}: must be a name, which is no path')
+    contents = (m.get('content') for m in messages if m['role'] == 'user')
+    fields = dict(
       rank=0,
-      task=task,
+      task=transcript.plain_text(next(contents, '')),
       family=str(document['agent'].get('name')),
-      end_reason='infrastructure',
-      error=_NOT_JUDGED,
-      success=0.0,
       wall_s=0.0,
       tool_calls=sum(len(step.get('tool_calls') or ()) for step in steps),
-    )
+    ) | {k: v for k, v in ours.items() if k not in ('item', 'messages')}
+    if not trusted:
+      claim = ours.get('success')
+      reward, fields = None, fields | {'rewards': {}, 'success': 0.0}
+      fields |= {'end_reason': _MASKED, 'error': _NOT_JUDGED}
+      if claim is not None:
+        fields['error'] += f'; the document claims success {reprlib.repr(claim)}'
+    fields = dict(end_reason=_MASKED, error=_NOT_JUDGED, success=0.0) | fields
+    checks.check_fields(records.Trajectory, fields, _WHERE)
     trajectory = records.Trajectory(
-      **{**defaults, **ours, 'item': -1, 'messages': messages}
+      **fields | {'session': session, 'item': -1, 'messages': messages}
     )
     completions = _completions(session, steps, others)
+    reward = reward and records.TrajectoryReward(**reward)
   except (KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not an ATIF document: {error!r}') from error
-  return trajectory, completions, reward and records.TrajectoryReward(**reward)
+  return trajectory, completions, reward
 
 
-def _messages(step: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _messages(step: Mapping[str, Any], number: int) -> Iterable[dict[str, Any]]:
   """The OpenAI messages of a step."""
-  ours = (step.get('extra') or {}).get(_OURS)
   text = transcript.plain_text(step['message'])
-  if step['source'] != 'agent':
-    yield ours or {'role': step['source'], 'content': text}
-  elif ours:
-    yield ours
-  else:
-    reply: dict[str, Any] = {'role': 'assistant', 'content': text}
+  source = step['source']
+  if source not in ('system', 'user', 'agent'):
+    shown = reprlib.repr(source)
+    raise ValueError(
+      f'steps[{number}].source is {shown}: must be system, user or agent'
+    )
+  message: dict[str, Any] = {'role': source, 'content': text}
+  if source == 'agent':
+    message['role'] = 'assistant'
     if step.get('reasoning_content') is not None:
-      reply['reasoning_content'] = step['reasoning_content']
+      message['reasoning_content'] = step['reasoning_content']
     if step.get('tool_calls'):
-      reply['tool_calls'] = [_openai_call(call) for call in step['tool_calls']]
-    yield reply
+      message['tool_calls'] = [_openai_call(call) for call in step['tool_calls']]
+  yield _own_message(step, number) or message
   for result in (step.get('observation') or {}).get('results', ()):
     tool = {'role': 'tool', 'content': transcript.plain_text(result.get('content'))}
     if result.get('source_call_id') is not None:
       tool['tool_call_id'] = result['source_call_id']
-    yield (result.get('extra') or {}).get(_OURS) or tool
+    yield _own_message(result, number) or tool
+
+
+def _own_message(part: Mapping[str, Any], number: int) -> dict[str, Any] | None:
+  """The message that a step or result was made of, if that is stored."""
+  ours = (part.get('extra') or {}).get(_OURS)
+  if ours and not (isinstance(ours, dict) and isinstance(ours.get('role'), str)):
+    raise ValueError(f'steps[{number}].extra.{_OURS}: must be a message with its role')
+  return ours
 
 
 def _completions(session: str, steps, others) -> list[records.Completion]:
   """By turn: those of the steps, and the others."""
-  replies = [s.get('metrics') or {} for s in steps if s['source'] == 'agent']
+  places = [
+    (f'steps[{i}].metrics', step.get('metrics') or {})
+    for i, step in enumerate(steps)
+    if step['source'] == 'agent'
+  ]
+  places += [(f'{_WHERE}.{OTHERS}[{i}]', other) for i, other in enumerate(others)]
   found: list[records.Completion] = []
-  for turn, metrics in enumerate([*replies, *others]):
-    ids, prompt = metrics.get('completion_token_ids'), metrics.get('prompt_token_ids')
-    if ids is None or prompt is None or metrics.get('logprobs') is None:
+  for turn, (where, metrics) in enumerate(places):
+    if any(metrics.get(name) is None for name in _ARRAYS.values()):
       continue
     ours = dict((metrics.get('extra') or {}).get(_OURS) or {})
+    given = {field: metrics[name] for field, name in _ARRAYS.items()}
+    given['versions'] = ours.pop('versions', [0] * len(given['response_ids']))
     defaults = dict(
       id=f'{session}/{turn}',
-      session=session,
       turn=turn,
       parent=None,
       fork_reason=None,
       finish_reason='stop',
       status='ok',
-      versions=[0] * len(ids),
+      overrides=[],
     )
-    fields = {**defaults, **ours}
-    fields['overrides'] = tuple(fields.get('overrides', ()))
-    found.append(
-      records.Completion(
-        **fields, prompt_ids=prompt, response_ids=ids, logprobs=metrics['logprobs']
-      )
-    )
+    fields = defaults | ours | {'session': session}
+    checks.check_fields(records.Completion, fields, f'{where}.extra.{_OURS}')
+    arrays = {
+      field: tables.array(values, field, f'{where}.{_ARRAYS.get(field, field)}')
+      for field, values in given.items()
+    }
+    for field in ('logprobs', 'versions'):
+      if len(arrays[field]) != len(arrays['response_ids']):
+        raise ValueError(
+          f'{where}: {field} has {len(arrays[field])} entries for '
+          f'{len(arrays["response_ids"])} completion_token_ids'
+        )
+    fields['overrides'] = tuple(fields['overrides'])
+    found.append(records.Completion(**fields, **arrays))
   return sorted(found, key=lambda c: c.turn)

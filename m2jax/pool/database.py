@@ -214,6 +214,7 @@ def open_read_only(url: str | os.PathLike) -> Database:
   database = Database(engine, str(url))
   try:
     with engine.connect() as connection:
+      _check_objects(connection, database.url)
       _check_schema(_meta(connection), database.url)
   except sa.exc.SQLAlchemyError as error:
     database.close()
@@ -329,6 +330,7 @@ def _engine(url: str, read_only: bool = False) -> sa.Engine:
 
 def _open_tables(connection: sa.Connection, url: str) -> str:
   """Creates the tables that are missing; returns the run id."""
+  _check_objects(connection, url)
   tables.metadata.create_all(connection)
   values = _meta(connection)
   if not values:
@@ -344,6 +346,21 @@ def _open_tables(connection: sa.Connection, url: str) -> str:
         'data pool %s: the server has fsync off: a power failure loses commits', url
       )
   return values['run']
+
+
+def _check_objects(connection: sa.Connection, url: str) -> None:
+  """Raises ValueError if a SQLite file has more than tables and indices.
+
+  In place of a table it could have a view, whose query never ends, and triggers.
+  """
+  if connection.dialect.name != 'sqlite':
+    return
+  found = connection.exec_driver_sql(
+    "SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index') "
+    "OR sql LIKE 'CREATE VIRTUAL%'"
+  )
+  if found.first():
+    raise ValueError(f'data pool: {url!r} has views, triggers or virtual tables')
 
 
 def _meta(connection: sa.Connection) -> dict[str, str]:

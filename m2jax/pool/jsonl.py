@@ -25,6 +25,7 @@ import sqlalchemy as sa
 from m2jax import records
 from m2jax.pool import tables
 from m2jax.pool.database import Database, fatal
+from m2jax.text import json_lines
 
 SCHEMA = 1
 _ARRAYS = 'prompt_ids', 'response_ids', 'logprobs', 'versions'
@@ -77,7 +78,7 @@ def _completion(row: sa.Row, record: records.Completion | None) -> dict[str, Any
   return fields
 
 
-def load(database: Database, source: Iterable[str]) -> int:
+def load(database: Database, source: Iterable[str | bytes]) -> int:
   """Reads the lines of a pool into an empty database; returns their number.
 
   Raises:
@@ -94,9 +95,10 @@ def load(database: Database, source: Iterable[str]) -> int:
     number, of = 0, _Session()
     for number, line in enumerate(source, start=1):
       try:
-        _insert(connection, json.loads(line), of, first=number == 1)
-      except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'line {number}: not of a data pool: {error!r}') from error
+        _insert(connection, json_lines.loads(line), of, first=number == 1)
+      except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f'line {number}: not of a data pool: {why}') from error
       except sa.exc.SQLAlchemyError as error:
         if fatal(error):
           raise
@@ -123,25 +125,30 @@ def _insert(connection, fields: dict[str, Any], of: _Session, first: bool) -> No
       raise ValueError(f'written by other code: this reads schema {SCHEMA}')
     m = tables.meta
     connection.execute(sa.delete(m).where(m.c.key != 'schema_version'))
-    rows = [{'key': k, 'value': v} for k, v in fields.items()]
-    connection.execute(sa.insert(m), rows)
+    for key, value in fields.items():
+      _add(connection, m, {'key': key, 'value': value})
   elif kind == 'lineage':
-    connection.execute(sa.insert(tables.lineages), fields)
+    _add(connection, tables.lineages, fields)
   elif kind == 'item':
-    connection.execute(sa.insert(tables.items), fields)
+    _add(connection, tables.items, fields)
   elif kind == 'trajectory':
     rest = {f: fields.pop(f) for f in (*_REWARD, 'superseded')}
     pruned = fields.pop('pruned')
-    fields['messages'] = tuple(fields['messages'])
+    fields['messages'] = tables.checked_messages(fields['messages'])
     row = tables.trajectory_row(records.Trajectory(**fields)) | rest
     row['messages'] = None if pruned else row['messages']
-    connection.execute(sa.insert(tables.trajectories), row)
+    _add(connection, tables.trajectories, row)
   elif kind == 'completion':
     if fields['session'] != of.name:
       of.name, of.found = fields['session'], {}
-    connection.execute(sa.insert(tables.completions), _completion_row(fields, of.found))
+    _add(connection, tables.completions, _completion_row(fields, of.found))
   else:
     raise ValueError(f'unknown kind {kind!r}')
+
+
+def _add(connection: sa.Connection, table: sa.Table, row: dict[str, Any]) -> None:
+  tables.check_row(table, row)
+  connection.execute(sa.insert(table), row)
 
 
 def _completion_row(
@@ -151,11 +158,15 @@ def _completion_row(
     rest = {k: v for k, v in fields.items() if k not in (*_ARRAYS, 'experts')}
     return rest | {'arrays': None}
   if (experts := fields['experts']) is not None:
-    flat = np.frombuffer(base64.b64decode(experts['base64']), '<i2')
-    fields['experts'] = flat.reshape(experts['shape']).astype(np.int16)
+    try:
+      flat = np.frombuffer(base64.b64decode(experts['base64']), '<i2')
+      fields['experts'] = flat.reshape(experts['shape']).astype(np.int16)
+    except (ValueError, KeyError, TypeError) as error:
+      raise ValueError(f'experts: {error!r}') from error
   derived = {f: fields.pop(f) for f in ('superseded', 'advantage')}
   for name in ('prompt_tokens', 'response_tokens', 'first_version', 'last_version'):
     del fields[name]
+  fields |= {name: tables.array(fields[name], name) for name in _ARRAYS}
   overrides = fields.pop('overrides')
   record = records.Completion(
     **fields, overrides=tuple(overrides.split(',')) if overrides else ()

@@ -7,13 +7,12 @@ items have the newest first, evaluations (which have no item) too.
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import sqlalchemy as sa
 
 from m2jax import records
-from m2jax.pool import arrays, tables
+from m2jax.pool import tables
 from m2jax.pool.reader import Reader
 
 PHASES = ('rl', 'eval')
@@ -265,7 +264,7 @@ def _text(row: sa.Row) -> str:
   parts = [row.task, row.error, row.answer]
   if row.messages is not None:
     # JSON text, in which \\u and \\n are escaped: decoded, so that a search finds them.
-    parts += map(_words, json.loads(arrays.decompress(row.messages)[1]))
+    parts += map(_words, tables.messages(row.messages))
   return '\n'.join(parts)
 
 

@@ -116,6 +116,9 @@ class Reader:
       .where(c.session == session)
       .order_by(c.turn, c.row)
     )
+    rows = self._read(query)
+    for row in rows:
+      tables.check_row(tables.completions, row._mapping)
     return [
       StoredTurn(
         turn=r.turn,
@@ -126,7 +129,7 @@ class Reader:
         advantage=r.advantage,
         superseded=r.superseded,
       )
-      for r in self._read(query)
+      for r in rows
     ]
 
   def sample_trajectories(

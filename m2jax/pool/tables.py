@@ -6,8 +6,10 @@ Token ids, log-probabilities, versions and expert ids of a completion are one bl
 
 from __future__ import annotations
 
+import collections
 import json
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,17 @@ import sqlalchemy as sa
 
 from m2jax import records
 from m2jax.pool import arrays
+from m2jax.text import json_lines
 
 SCHEMA_VERSION = 6
+_INT32 = 2**31 - 1
+_RANGES = {
+  'prompt_ids': (0, _INT32, np.int32),
+  'response_ids': (0, _INT32, np.int32),
+  'versions': (-1, _INT32, np.int32),
+  'logprobs': (-3e38, 1e-3, np.float32),  # up to 0, and what rounding adds
+}
+_MAX_TOKENS = 1 << 28  # of all completions of a session, each with its prompt
 
 metadata = sa.MetaData()
 # SQLite gives rowids only to columns spelled INTEGER.
@@ -169,6 +180,59 @@ def check_completion(c: records.Completion) -> None:
     )
 
 
+def array(values: Any, name: str, where: str = '') -> np.ndarray:
+  """An array of a completion of others, from JSON.
+
+  Args:
+    values: should be a list of numbers.
+    name: field of `records.Completion`.
+    where: the place of the values, for the message; '' is the name.
+
+  Raises:
+    ValueError: it is none, or has numbers that the field cannot have.
+  """
+  low, high, dtype = _RANGES[name]
+  try:
+    found = np.asarray(values)
+  except ValueError:  # lists of different lengths
+    found = np.zeros((0, 0))
+  kinds = 'iuf' if dtype is np.float32 else 'iu'
+  if found.ndim != 1 or found.size and found.dtype.kind not in kinds:
+    raise ValueError(f'{where or name}: must be a list of numbers')
+  if not ((found >= low) & (found <= high)).all():  # nan is not
+    raise ValueError(f'{where or name}: must be within {low} and {high}')
+  return found.astype(dtype)
+
+
+def checked_messages(found: Any) -> tuple[dict, ...]:
+  """The messages of a trajectory of others. Raises ValueError if they are none."""
+  if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
+    raise ValueError('messages: must be a list of objects')
+  return tuple(found)
+
+
+def check_row(table: sa.Table, row: Mapping[str, Any]) -> None:
+  """Checks the values of a row of others: SQLite stores any type in any column.
+
+  Args:
+    table: of the row.
+    row: some of its columns.
+
+  Raises:
+    ValueError: names the column.
+  """
+  for name, value in row.items():
+    if name not in table.c:
+      raise ValueError(f'{table.name} has no column {reprlib.repr(name)}')
+    column, kind = table.c[name], table.c[name].type.python_type
+    if value is None and column.nullable:
+      continue
+    fits = type(value) is kind or kind is float and type(value) is int
+    if not fits or kind is int and not -(2**63) <= value < 2**63:
+      shown = reprlib.repr(value)
+      raise ValueError(f'{table.name}.{name} is {shown}: must be a {kind.__name__}')
+
+
 def completion_row(
   c: records.Completion, parent: records.Completion | None
 ) -> dict[str, Any]:
@@ -206,11 +270,23 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
 
   Args:
     rows: all rows of `completions` of some sessions, in the order they were added.
+
+  Raises:
+    ValueError: a row is damaged, or a session has too many tokens for a machine.
   """
   out: dict[str, records.Completion] = {}
+  tokens: collections.Counter[str] = collections.Counter()
   for row in rows:
     if row.arrays is None:
       continue
+    check_row(completions, row._mapping)
+    try:
+      found = arrays.unpack(row.arrays, out.get(row.parent))
+    except ValueError as error:
+      raise ValueError(f'completion {row.id!a}: {error}') from error
+    tokens[row.session] += len(found['prompt_ids']) + len(found['response_ids'])
+    if tokens[row.session] > _MAX_TOKENS:  # a short row repeats all that precedes it
+      raise ValueError(f'session {row.session!a}: more than {_MAX_TOKENS} tokens')
     out[row.id] = records.Completion(
       id=row.id,
       session=row.session,
@@ -226,7 +302,7 @@ def completions_of(rows: Iterable[sa.Row]) -> dict[str, records.Completion]:
       ended_s=row.ended_s,
       tool_s=row.tool_s,
       lineage=row.lineage,
-      **arrays.unpack(row.arrays, out.get(row.parent)),
+      **found,
     )
   return out
 
@@ -244,13 +320,24 @@ def trajectory_row(t: records.Trajectory) -> dict[str, Any]:
 
 
 def trajectory(row: sa.Row) -> records.Trajectory:
-  """The record of a row of `trajectories`; messages are empty once pruned."""
-  fields = {f: getattr(row, f) for f in _TRAJECTORY_FIELDS}
-  messages = ()
-  if row.messages is not None:
-    messages = tuple(json.loads(arrays.decompress(row.messages)[1]))
-  rewards = json.loads(row.rewards)
-  return records.Trajectory(messages=messages, rewards=rewards, **fields)
+  """The record of a row of `trajectories`; messages are empty once pruned.
+
+  Raises:
+    ValueError: the row is damaged; names the session.
+  """
+  try:
+    check_row(trajectories, row._mapping)
+    fields = {f: getattr(row, f) for f in _TRAJECTORY_FIELDS}
+    found = () if row.messages is None else messages(row.messages)
+    rewards = json_lines.loads(row.rewards)
+    return records.Trajectory(messages=found, rewards=rewards, **fields)
+  except (ValueError, AttributeError) as error:
+    raise ValueError(f'trajectory {row.session!a}: {error}') from error
+
+
+def messages(blob: bytes) -> tuple[dict, ...]:
+  """The messages of a row of `trajectories`. Raises ValueError if it is damaged."""
+  return checked_messages(json_lines.loads(arrays.decompress(blob)[1]))
 
 
 def work_item(row: sa.Row) -> records.WorkItem:

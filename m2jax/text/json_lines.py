@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 256 << 20
+MAX_DEPTH = 200  # what the gateway accepts, and what records put around it
 
 
 def lines(file: BinaryIO, most: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
@@ -23,13 +24,21 @@ def lines(file: BinaryIO, most: int = MAX_LINE_BYTES) -> Iterator[tuple[int, byt
     yield number, line
 
 
-def loads(line: bytes | str) -> Any:
-  """The value of a line, as `json.loads`, which accepts NaN.
+def loads(data: bytes | str) -> Any:
+  """A JSON value of others, such as a line; as `json.loads`, which accepts NaN.
 
   Raises:
     ValueError: not UTF-8, not JSON, or nested too deep.
   """
   try:
-    return json.loads(line)
+    value = json.loads(data)
   except RecursionError:
-    raise ValueError('nested too deep') from None
+    value = None
+  else:
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH + 1):
+      nested = (v.values() if type(v) is dict else v for v in level)
+      level = [v for values in nested for v in values if type(v) in (dict, list)]
+      if not level:
+        return value
+  raise ValueError(f'nested more than {MAX_DEPTH} objects and lists deep')

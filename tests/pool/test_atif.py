@@ -62,7 +62,7 @@ def test_a_trajectory_with_all_its_parts():
   assert acted['metrics']['logprobs'] == [-0.5, -1.25]
   assert acted['timestamp'].startswith('2023-11-14T22:13:20')
   assert document['final_metrics']['total_completion_tokens'] == 4
-  got, completions, got_reward = atif.read(document)
+  got, completions, got_reward = atif.read(document, trusted=True)
   assert vars(got) == vars(t) | {'item': -1}
   assert completions == turns and got_reward == reward
 
@@ -274,6 +274,78 @@ def test_a_document_of_another_tool():
   assert got.end_reason == 'infrastructure' and 'without a verdict' in got.error
   assert [m['content'] for m in got.messages] == ['do it', 'done', 'bye']
   assert [c.response_ids.tolist() for c in completions] == [[3]] and reward is None
+
+
+def forged(metrics=(), extra=(), **change):
+  """A document of a stranger that says what ours would."""
+  known = {
+    'prompt_token_ids': [3],
+    'completion_token_ids': [1, 2],
+    'logprobs': [-1.0, -0.5],
+    'extra': {'m2jax': {'versions': [7, 7]}},
+  }
+  claims = {'success': 1.0, 'end_reason': 'answer', 'error': '', 'rewards': {'x/0': 1}}
+  claims |= {'reward': {'process': 0, 'speed': 0, 'perf': 1, 'total': 1e9}}
+  reply = {'source': 'agent', 'message': 'hi', 'metrics': known | dict(metrics)}
+  return {
+    'schema_version': 'ATIF-v1.6',
+    'session_id': 'x',
+    'agent': {'name': 'a'},
+    'steps': [{'source': 'user', 'message': 'task'}, reply],
+    'extra': {'m2jax': claims | dict(extra)},
+  } | change
+
+
+def test_a_claim_of_success_stays_a_claim():
+  """Anyone can write ours: only the caller knows whether to trust a document."""
+  got, (completion,), reward = atif.read(forged())
+  assert (got.end_reason, got.success, got.rewards) == ('infrastructure', 0.0, {})
+  assert 'without a verdict; the document claims success 1.0' in got.error
+  assert reward is None and completion.versions.tolist() == [7, 7]
+  got, _, reward = atif.read(forged(), trusted=True)
+  assert (got.end_reason, got.success, got.error) == ('answer', 1.0, '')
+  assert reward.total == 1e9
+
+
+IDS, PROMPT = 'completion_token_ids', 'prompt_token_ids'
+MINE = r'steps\[1\]\.metrics\.extra\.m2jax'
+FORGED = [
+  (forged({'logprobs': [9.0, -1.0]}), r'steps\[1\]\.metrics\.logprobs: must be within'),
+  (forged({'logprobs': [float('nan'), -1.0]}), r'steps\[1\]\.metrics\.logprobs: '),
+  (forged({'logprobs': [-1.0]}), 'logprobs has 1 entries for 2'),
+  (forged({'logprobs': 'x'}), r'metrics\.logprobs: must be a list'),
+  (forged({IDS: [2**40, 1]}), rf'metrics\.{IDS}: must be within'),
+  (forged({IDS: [2**80, 1]}), rf'metrics\.{IDS}: must be'),
+  (forged({IDS: [-5, 1]}), rf'metrics\.{IDS}: must be within'),
+  (forged({IDS: [True, False]}), rf'metrics\.{IDS}: must be a list'),
+  (forged({IDS: [1.5, 2.0]}), rf'metrics\.{IDS}: must be a list'),
+  (forged({PROMPT: ['a']}), rf'metrics\.{PROMPT}: must be a list'),
+  (forged({PROMPT: [[1], [2, 3]]}), rf'metrics\.{PROMPT}: must be a list'),
+  (forged({'extra': {'m2jax': {'versions': [7]}}}), 'versions has 1 entries'),
+  (forged({'extra': {'m2jax': {'turn': 'x'}}}), rf'{MINE}\.turn is'),
+  (forged({'extra': {'m2jax': {'experts': []}}}), rf"{MINE} has no field 'experts'"),
+  (forged({'extra': {'m2jax': {'overrides': [5]}}}), rf'{MINE}\.overrides is'),
+  (forged(extra={'session': '../../etc/x'}), 'session is .*no path'),
+  (forged(extra={'session': 5}), 'session is 5'),
+  (forged(session_id='..'), 'session is'),
+  (forged(extra={'nonsense': 1}), r"extra\.m2jax has no field 'nonsense'"),
+  (forged(extra={'wall_s': -1}), r'extra\.m2jax\.wall_s is -1'),
+  (forged(extra={'family': 'a\0'}), r'extra\.m2jax\.family is'),
+  (forged(steps=5), 'not an ATIF document'),
+  (forged(steps=[5]), 'not an ATIF document'),
+  (forged(steps=[{'source': 'x', 'message': ''}]), r'steps\[0\]\.source is'),
+  (
+    forged(steps=[{'source': 'user', 'message': '', 'extra': {'m2jax': [1]}}]),
+    r'steps\[0\]\.extra\.m2jax: must be a message',
+  ),
+]
+
+
+@pytest.mark.parametrize('document, message', FORGED, ids=[m for _, m in FORGED])
+@pytest.mark.parametrize('trusted', [False, True])
+def test_values_that_cannot_be_are_named(document, message, trusted):
+  with pytest.raises(ValueError, match=message):
+    atif.read(document, trusted=trusted)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from m2jax import sandbox
-from m2jax.checks import check_type
+from m2jax.checks import check_fields, check_type
 from m2jax.tasks.harbor import compose
 from m2jax.text import strict_json
 
@@ -143,15 +143,10 @@ def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
       '`python -m experiments.make_tasks`'
     )
   check_type(ours, 'Mapping[str, Any]', where)
-  known = {field.name: field for field in dataclasses.fields(Metadata)}
-  for name in ours.keys() - known.keys():
-    has = ', '.join(known)
-    raise ValueError(f'{where} has no field {reprlib.repr(name)}; it has {has}')
+  check_fields(Metadata, ours, where)
   for name in ('pipeline', 'family'):
     if name not in ours:
       raise ValueError(f'{where}.{name} is missing')
-  for name, value in ours.items():
-    check_type(value, known[name].type, f'{where}.{name}')
   for name in ('remove', 'answer', 'site', 'verifier_site'):
     paths = ours.get(name, ())
     for path in filter(None, [paths] if isinstance(paths, str) else paths):
