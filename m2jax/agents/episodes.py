@@ -45,7 +45,7 @@ class EpisodeConfig:
 
   Attributes:
     agent: settings of the agent.
-    backend: backend of the sandbox, 'bubblewrap' or 'rlimit_only'.
+    backend: backend of the sandbox, 'namespaces' or 'rlimit_only'.
     limits: limits of the sandbox.
     concurrency: maximum concurrent episodes, separately for training and evaluation.
     evaluation_deadline_s: time limit of an evaluation as a whole; episodes that have
@@ -58,7 +58,7 @@ class EpisodeConfig:
   agent: AgentConfig = dataclasses.field(
     default_factory=lambda: AgentConfig.of_kind('whitebox')()
   )
-  backend: str = 'bubblewrap'
+  backend: str = 'namespaces'
   limits: sandbox.Limits = sandbox.Limits(cpu_s=2, wall_s=5.0)
   concurrency: int = 64
   evaluation_deadline_s: float = 1200.0
@@ -213,6 +213,9 @@ class Runner:
     try:
       async with asyncio.timeout(limit_s) as limit:
         return await agent.reward(task, environment, outcome)
+    except sandbox.SandboxPathError as error:  # a link or a pipe where a file should be
+      logging.warning('no success for %s: %r', task.spec, error)
+      return 0.0
     except TimeoutError as error:
       if not limit.expired():
         raise

@@ -252,6 +252,20 @@ def test_what_fails_twice_is_not_judged(start, tok):
   assert len(sessions.opened) == 4 and len(gateway.sessions) == 0
 
 
+def test_a_workspace_that_cannot_be_read_is_the_agents_failure(start, tok, monkeypatch):
+  """It put a link or a pipe where the verifier reads: masked, it would pay to."""
+  [spec] = specs_of('append')
+
+  async def verify(self, environment, answer):
+    raise sandbox.SandboxPathError('out.txt: is a link')
+
+  monkeypatch.setattr(type(terminal.make(spec)), 'verify', verify)
+  runner, *_ = start(lambda request: tok.encode(WRONG))
+  with runner:
+    [t] = runner.group(spec, 1).result(60)
+  assert (t.end_reason, t.success) == ('answer', 0.0)
+
+
 def test_what_cannot_be_recorded_ends_the_group(start, tok):
   """A full disk also ends the other ranks of the group."""
   [spec] = specs_of('append')
