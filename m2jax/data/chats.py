@@ -8,7 +8,6 @@ and so is `task`, the spec of the task that it solves; other keys are ignored, b
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from absl import logging
 
 from m2jax.data import demos
 from m2jax.forest import Sample
-from m2jax.text import chat, markup, tokenizer
+from m2jax.text import chat, json_lines, markup, tokenizer
 
 
 class Chat(NamedTuple):
@@ -70,12 +69,12 @@ def read(
   """
   chats, untrained = [], 0
   with open(path, 'rb') as file:
-    for number, line in enumerate(file, 1):
+    for number, line in json_lines.lines(file):
       if not line.strip():
         continue
       where = f'{os.fspath(path)}, line {number}'
       try:
-        record = json.loads(line)
+        record = json_lines.loads(line)
         if not isinstance(record, dict) or 'messages' not in record:
           raise ValueError(_other(record))
         if not trainable(record):

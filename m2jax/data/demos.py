@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from m2jax.forest import Sample
+from m2jax.text import json_lines
 
 
 def sample(tokens: Sequence[int], loss_mask: Sequence[int]) -> Sample:
@@ -63,13 +64,13 @@ def read(path: str | os.PathLike) -> list[Sample]:
     ValueError: a line is not a demonstration; names it.
   """
   demos = []
-  with open(path, encoding='utf-8') as file:
-    for number, line in enumerate(file, 1):
+  with open(path, 'rb') as file:
+    for number, line in json_lines.lines(file):
       if not line.strip():
         continue
       try:
-        record = json.loads(line)
+        record = json_lines.loads(line)
         demos.append(sample(record['tokens'], record['loss_mask']))
-      except (KeyError, TypeError, ValueError) as e:
+      except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise ValueError(f'{path}, line {number}: not a demonstration: {e!r}') from e
   return demos

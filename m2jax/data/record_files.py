@@ -22,6 +22,7 @@ from absl import logging
 
 from m2jax.data import documents
 from m2jax.data.documents import Document
+from m2jax.text import json_lines
 
 
 class JsonLines(Sequence):
@@ -32,7 +33,7 @@ class JsonLines(Sequence):
     self._path, self._text_field = pathlib.Path(path), text_field
     starts, lines, offset, untrained = [], [], 0, 0
     with open(self._path, 'rb') as file:
-      for number, line in enumerate(file, 1):
+      for number, line in json_lines.lines(file):
         if _untrained(line):
           untrained += 1
         elif line.strip():
@@ -57,7 +58,7 @@ class JsonLines(Sequence):
     index = range(len(self))[index]
     with open(self._path, 'rb') as file:
       file.seek(int(self._starts[index]))
-      line = file.readline()
+      line = file.readline(json_lines.MAX_LINE_BYTES)
     return _parse(line, self._text_field, self.name(index), str(self._path))
 
 
@@ -157,7 +158,7 @@ def _untrained(line: bytes) -> bool:
   if b'"training"' not in line:
     return False
   try:
-    record = json.loads(line)
+    record = json_lines.loads(line)
   except ValueError:  # named when it is read
     return False
   return isinstance(record, dict) and record.get('training') is False
@@ -165,7 +166,7 @@ def _untrained(line: bytes) -> bool:
 
 def _parse(data: bytes, text_field: str, name: str, path: str) -> Document:
   try:
-    record = json.loads(data)
+    record = json_lines.loads(data)
   except ValueError as error:
     raise ValueError(f'{path}: {name} is not a JSON record: {error}') from error
   return _document(record, text_field, name, path)
@@ -185,5 +186,12 @@ def _document(record: Any, text_field: str, name: str, path: str) -> Document:
       f'{path}: {name} has no text in the field {text_field!r}; it has {has}; set '
       'text_field'
     )
+  try:
+    record[text_field].encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f'{path}: {name}: the field {text_field!r} is not valid Unicode at character '
+      f'{error.start}: a lone surrogate'
+    ) from None
   fields = {key: value for key, value in record.items() if key != text_field}
   return Document(record[text_field], name, fields)

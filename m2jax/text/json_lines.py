@@ -10,17 +10,17 @@ MAX_LINE_BYTES = 256 << 20
 MAX_DEPTH = 200  # what the gateway accepts, and what records put around it
 
 
-def lines(file: BinaryIO, most: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+def lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
   """Yields (number from 1, line with its end), blank ones too.
 
   Raises:
-    ValueError: a line has more than `most` bytes.
+    ValueError: a line has more than `MAX_LINE_BYTES`; names file and line.
   """
   number = 0
-  while line := file.readline(most + 1):
+  while line := file.readline(MAX_LINE_BYTES + 1):
     number += 1
-    if len(line) > most:
-      raise ValueError(f'line {number}: more than {most} bytes')
+    if len(line) > MAX_LINE_BYTES:
+      raise ValueError(f'{file.name}, line {number}: more than {MAX_LINE_BYTES} bytes')
     yield number, line
 
 

@@ -232,6 +232,7 @@ OTHER = {
   b'{"prompt": "x", "completion": "y"}': "no field 'messages', but prompt, completion",
   b'[{"messages": []}]': 'a JSON list; each line must be an object',
   b'{': 'not a chat: Expecting',
+  b'[' * 100_000: 'not a chat: nested more than',
   b'PAR1\x15\x04\xff': "not a chat: 'utf",
 }
 

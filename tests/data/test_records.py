@@ -2,14 +2,16 @@
 
 import concurrent.futures
 import json
+import os
 
 import grain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.data import documents, packing, record_files
+from m2jax.data import chats, demos, documents, packing, record_files
 from m2jax.data.documents import Document
+from m2jax.text import json_lines
 
 RECORDS = [
   {'text': f'text {i} é\n{"x" * i}', 'language': 'ab'[i % 2], 'stars': i}
@@ -107,17 +109,32 @@ def test_a_longer_file_is_noticed(source, tmp_path):
 def test_bad_records_are_named(tmp_path):
   """In a file of millions the line must be found."""
   path = tmp_path / 'bad.jsonl'
-  path.write_text('{"text": "a"}\n{"body": "a"}\n{"text": 3}\n[1]\nnonsense\n')
+  lines = ['{"text": "a"}', '{"body": "a"}', '{"text": 3}', '[1]', 'nonsense']
+  lines += ['[' * 100_000, '{"training": ' + '[' * 100_000, '{"text": "ab\\udc80"}']
+  path.write_text('\n'.join(lines))
   source = record_files.JsonLines(path)
   for index, match in enumerate(
     [r'bad\.jsonl:2 has no text in the field .text.; it has body']
     + [r'bad\.jsonl:3: the field .text. is of type int', r'bad\.jsonl:4 .* no fields']
-    + [r'bad\.jsonl:5 is not a JSON record'],
+    + [r'bad\.jsonl:5 is not a JSON record']
+    + [r'bad\.jsonl:6 is not a JSON record: nested', r'bad\.jsonl:7 is not a JSON']
+    + [r'bad\.jsonl: bad\.jsonl:8: .*not valid Unicode at character 2'],
     1,
   ):
     with pytest.raises(ValueError, match=match):
       source[index]
   assert record_files.JsonLines(path, text_field='body')[1].text == 'a'
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
+  """A sparse file of terabytes is one line; so is a record file without newlines."""
+  path = tmp_path / 'sparse.jsonl'
+  path.write_text('\n')
+  os.truncate(path, 1 << 40)
+  monkeypatch.setattr(json_lines, 'MAX_LINE_BYTES', 1 << 20)
+  for read in (record_files.JsonLines, chats.read, demos.read):
+    with pytest.raises(ValueError, match=r'sparse\.jsonl, line 2: more than'):
+      read(path)
 
 
 def test_a_null_text_is_named(tmp_path):
