@@ -3,8 +3,9 @@
 `/usr`, the host's other read-only trees and a prepared `/etc` are overlays, so that
 each sandbox has inodes of its own: locks on a file, and watches of it, are not its
 neighbour's. /dev has new device nodes and pseudo terminals. Writable are only
-/workspace, and /tmp and /dev/shm, whose files last for one command. Where the kernel has no overlays for this user the trees are bind mounts, and the
-report says that neighbours share locks.
+/workspace, and /tmp and /dev/shm, whose files last for one command. Where the kernel
+has no overlays for this user the trees are bind mounts, and the report says that
+neighbours share locks.
 """
 
 from __future__ import annotations

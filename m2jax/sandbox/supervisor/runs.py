@@ -27,8 +27,8 @@ _MAX_END_S = 10.0  # for killed processes to end
 class Run:
   """A started command. The caller polls `stdout`, `stderr` and the box's connection.
 
-  When the connection is readable, or at `deadline`, call `ended`; when that is True, call
-  `result` and `close`.
+  When the connection is readable, or at `deadline`, call `ended`; when that is True,
+  call `result` and `close`.
 
   Raises:
     OSError: the command could not be started.
