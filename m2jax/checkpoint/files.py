@@ -18,6 +18,8 @@ from etils import epath
 from orbax import checkpoint as ocp
 from orbax.checkpoint import future
 
+from m2jax.text import json_lines
+
 MANIFEST = 'manifest.json'
 
 
@@ -60,14 +62,16 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
     Raises:
       ValueError: a file differs from what was written; names it.
     """
-    manifest = json.loads((directory / MANIFEST).read_text())
+    manifest = json_lines.loads((directory / MANIFEST).read_text())
     files = {}
     for name, want in manifest.items():
-      data = (directory / name).read_bytes()
-      if len(data) != want['size_bytes']:
+      check_name(name)
+      size = (directory / name).stat().length
+      if size != want['size_bytes']:
         raise ValueError(
-          f'file {name}: has {len(data)} bytes, {want["size_bytes"]} were written'
+          f'file {name}: has {size} bytes, {want["size_bytes"]} were written'
         )
+      data = (directory / name).read_bytes()
       if zlib.crc32(data) != want['crc32']:
         raise ValueError(f'file {name}: CRC-32 differs from the one that was written')
       files[name] = data

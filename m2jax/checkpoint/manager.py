@@ -31,6 +31,7 @@ from m2jax.checkpoint.errors import (
   MissingCheckpoint,
   StorageError,
 )
+from m2jax.text import json_lines
 
 _HOST = 'host.json'
 _LEAVES = 'leaves.json'
@@ -279,12 +280,12 @@ class CheckpointManager:
 
     try:
       files = files_lib.FilesHandler().restore(epath.Path(path) / 'host')
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
       raise self._corrupt(path, f'host: {_reason(e)}') from e
     try:
-      host = json.loads(files.pop(_HOST))
+      host = json_lines.loads(files.pop(_HOST))
       return host, _decode_specs(files.pop(_LEAVES)), files
-    except (KeyError, ValueError, TypeError) as e:
+    except (KeyError, ValueError, TypeError, AttributeError) as e:
       raise self._corrupt(path, f'host: {e!r}') from e
 
   def _path(self, step: int) -> str:
@@ -377,7 +378,7 @@ def _specs(table, plain) -> dict[str, leaves_lib.LeafSpec]:
 def _decode_specs(data: bytes) -> dict[str, leaves_lib.LeafSpec]:
   return {
     name: leaves_lib.LeafSpec(tuple(s['shape']), s['dtype'], s['crc32'])
-    for name, s in json.loads(data).items()
+    for name, s in json_lines.loads(data).items()
   }
 
 

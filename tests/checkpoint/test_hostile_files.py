@@ -9,7 +9,13 @@ import struct
 
 import pytest
 
-from m2jax.checkpoint import CheckpointMismatch, CorruptCheckpoint, bounded, initial
+from m2jax.checkpoint import (
+  CheckpointManager,
+  CheckpointMismatch,
+  CorruptCheckpoint,
+  bounded,
+  initial,
+)
 from m2jax.checkpoint.huggingface import config as config_lib
 from m2jax.checkpoint.huggingface import files, safetensors_io
 from tests.checkpoint.test_huggingface_config import RELEASED
@@ -97,6 +103,27 @@ def test_deep_json(name, tmp_path):
   (tmp_path / name).write_text(DEEP)
   with pytest.raises(CorruptCheckpoint, match=f'{name}: .*nested more than'):
     READERS[name](tmp_path)
+
+
+MANIFESTS = {
+  DEEP: 'nested more than',
+  '[]': 'host',
+  '{"../../x": {"size_bytes": 1, "crc32": 0}}': 'must be a plain file name',
+  '{"x": {"size_bytes": 1, "crc32": 0}}': '21474836480 bytes',
+}
+
+
+@pytest.mark.parametrize('manifest', MANIFESTS, ids=lambda text: text[:20])
+def test_manifests_of_a_run(manifest, tmp_path):
+  """Names are of its own files, whose sizes are compared before they are read."""
+  path = tmp_path / 'host'
+  path.mkdir()
+  (path / 'manifest.json').write_text(manifest)
+  (path / 'x').touch()
+  os.truncate(path / 'x', 20 << 30)
+  with CheckpointManager(tmp_path / 'new', read_only=True) as manager:
+    with pytest.raises(CorruptCheckpoint, match=MANIFESTS[manifest]):
+      manager._read_host(str(tmp_path))
 
 
 CONFIGS = [
