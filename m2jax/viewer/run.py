@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import pathlib
 import threading
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from m2jax.pool import database
 from m2jax.pool.pages import LISTED, PageReader
 from m2jax.rl import estimators
-from m2jax.text import tokenizer
+from m2jax.text import json_lines, tokenizer
 from m2jax.text.tokenizer import Tokenizer
 from m2jax.viewer.annotations import FILE, Annotations
 from m2jax.viewer.bundle import LOGPROB_UNIT, Bundles
@@ -102,7 +101,7 @@ def _normaliser(learner: dict[str, Any]) -> str:
 
 def _settings(workdir: pathlib.Path) -> dict[str, Any]:
   try:
-    found = json.loads((workdir / 'config.json').read_text())
+    found = json_lines.loads((workdir / 'config.json').read_text())
   except (OSError, ValueError):
     return {}
   return found if isinstance(found, dict) else {}
