@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -19,6 +20,18 @@ class ProcStat:
   kernel_s: float
   children_user_s: float
   children_kernel_s: float
+
+
+def with_children(pid: int) -> tuple[float, float]:
+  """User and kernel seconds of a process, of its living children and of all that these
+  and it have reaped. Raises OSError if the process has ended."""
+  children = pathlib.Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+  found = [read(f'/proc/{pid}/stat')]
+  for child in children:
+    with contextlib.suppress(OSError):
+      found.append(read(f'/proc/{child}/stat'))
+  user_s = sum(stat.user_s + stat.children_user_s for stat in found)
+  return user_s, sum(stat.kernel_s + stat.children_kernel_s for stat in found)
 
 
 def read(path: str) -> ProcStat:

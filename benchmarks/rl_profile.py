@@ -17,6 +17,7 @@ of all cores, with the time of other programs: run this on an idle machine.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import os
@@ -100,12 +101,11 @@ class Sampler:
     for pid in filter(str.isdigit, os.listdir('/proc')):
       if not (found := _stat(f'/proc/{pid}/stat')):
         continue
-      used_s = found.user_s + found.kernel_s
-      if found.parent == os.getpid():  # the sandbox's supervisor, which reaps commands
-        used_s += found.children_user_s + found.children_kernel_s
-        self._last[int(pid)] = 'sandbox', used_s
+      if found.parent == os.getpid():  # the sandbox's supervisor
+        with contextlib.suppress(OSError):
+          self._last[int(pid)] = 'sandbox', sum(proc_stat.with_children(int(pid)))
       elif found.parent == 2:
-        self._last[int(pid)] = 'kernel threads', used_s
+        self._last[int(pid)] = 'kernel threads', found.user_s + found.kernel_s
     parts: collections.Counter = collections.Counter()
     for part, seconds in self._last.values():
       parts[part] += seconds

@@ -4,9 +4,9 @@
   python -m benchmarks.sandbox --boxes=64 --commands=4 --json
 
 Each line is a case: the wall-clock time per command, and the user and kernel time of
-the supervisor and its descendants (`/proc/PID/stat`). The kernel removes namespaces in
-kernel threads, so `machine` is the kernel time of the whole machine (`/proc/stat`),
-including other programs: run this on an idle machine.
+the supervisor, each sandbox's process 1 and their commands (`/proc/PID/stat`). The
+kernel removes namespaces in kernel threads, so `machine` is the kernel time of the
+whole machine (`/proc/stat`), including other programs: run this on an idle machine.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Times:
 
 def now(supervisor: int) -> Times:
   """Reads the clocks; `supervisor` is a process id."""
-  stat = proc_stat.read(f'/proc/{supervisor}/stat')
+  user_s, kernel_s = proc_stat.with_children(supervisor)
   machine = Path('/proc/stat').read_text().split('\n')[0].split()
   system = sum(int(machine[n]) for n in (3, 6, 7))  # system, irq, softirq
   return Times(
     time.perf_counter(),
-    stat.user_s + stat.children_user_s,
-    stat.kernel_s + stat.children_kernel_s,
+    user_s,
+    kernel_s,
     system / proc_stat.TICKS,
   )
 

@@ -44,6 +44,12 @@ class Box:
     self.closing = []  # requests to reply to when nothing of it is left
     self.broken = False  # a process of it may never end
 
+  def drop_uid(self) -> None:
+    """Gives up root, if this process has it."""
+    if self.uid is not None:
+      os.setresgid(self.uid, self.uid, self.uid)
+      os.setresuid(self.uid, self.uid, self.uid)
+
   def unlock(self) -> None:
     """Restores the owner's permissions on the workspace directory.
 
@@ -131,7 +137,7 @@ class Machine:
 
   def _start(self, box: Box) -> None:
     """Starts process 1 and waits until it is ready."""
-    box.init, box.connection = init.start(box, self.cgroups)
+    box.init, box.connection = init.start(box)
     box.connection.settimeout(_START_S)
     try:
       error, _ = marshal.loads(box.connection.recv(init.MESSAGE_BYTES))

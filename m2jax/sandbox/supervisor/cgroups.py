@@ -66,11 +66,6 @@ class Cgroups:
     self._parents = parents  # controller -> directory of this process's group
     self._to_remove: list[str] = []
 
-  def leave(self) -> None:
-    """Moves this process back into the supervisor's groups."""
-    for directory in set(self._parents.values()):
-      _write(directory, 'cgroup.procs', 0)
-
   def make(self, name: str, memory_bytes: int, processes: int) -> Group:
     """Creates the groups of a sandbox.
 

@@ -61,58 +61,77 @@ def resource_limits(
   return limits
 
 
-def start(box, groups) -> tuple[int, socket.socket]:
+def start(box) -> tuple[int, socket.socket]:
   """Forks process 1 of a `boxes.Box`. Returns its pid and the socket to it.
-
-  Args:
-    box: the sandbox.
-    groups: `cgroups.Cgroups` of the supervisor.
 
   Raises:
     OSError: namespaces are not allowed here.
   """
   ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
   with theirs:
-    # The child begins the process namespace: without root no process can leave one that
-    # it began. The supervisor adopts the grandchild.
     child = os.fork()
     if not child:
-      _begin(box, groups, theirs)
-    os.waitpid(child, 0)
-  error, pid = marshal.loads(ours.recv(MESSAGE_BYTES))
+      _begin(box, theirs)
+  kinds = ['user'] if box.root is not None else []
+  kinds += ['cgroup'] if box.group is not None else []
+  namespaces = []
+  try:
+    error, pid = marshal.loads(ours.recv(MESSAGE_BYTES))
+    if not error:
+      for kind in kinds:
+        path = f'/proc/{child}/ns/{kind}'
+        namespaces.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+  finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)  # now this process is the parent of process 1
   if error:
     ours.close()
     raise OSError(error)
-  ours.send(marshal.dumps(('go',)))
+  socket.send_fds(ours, [b'begin'], namespaces)
+  for fd in namespaces:
+    os.close(fd)
   return pid, ours
 
 
-def _begin(box, groups, connection: socket.socket) -> None:
-  """The forked process: never returns."""
+def _begin(box, connection: socket.socket) -> None:
+  """Forks process 1, and makes namespaces that it opens. Never returns.
+
+  Process 1 is not forked by the supervisor: without root no process can return from a
+  process namespace that it began. It does not enter the control groups: they would
+  count it, and the kernel could choose it when memory runs out.
+  """
   try:
     if box.root is not None:
       linux.new_processes()
     pid = os.fork()
     if not pid:
-      _main(box, groups, connection)
+      _main(box, connection)
+    if box.group is not None:
+      box.group.join()
+      linux.enter_groups()
+    if box.root is not None:
+      box.drop_uid()
+      linux.new_user()
     connection.send(marshal.dumps(('', pid)))
+    signal.pause()
   except OSError as error:
     connection.send(marshal.dumps((str(error), 0)))
   finally:
     os._exit(0)
 
 
-def _main(box, groups, connection: socket.socket) -> None:
+def _main(box, connection: socket.socket) -> None:
   """Process 1: never returns."""
   try:
-    if not connection.recv(MESSAGE_BYTES):  # the supervisor has adopted this process
+    begin, namespaces, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
+    if not begin:
       return
     if box.root is not None:
-      linux.die_with_parent()  # and the namespace with this process
+      linux.die_with_parent()  # the supervisor; and the namespace with this process
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, signal.SIG_DFL)
     try:
-      init = _Init(box, groups, connection)
+      init = _Init(box, connection, namespaces)
     except BaseException as error:  # noqa: BLE001 - reported
       connection.send(marshal.dumps((str(error), 0)))
       raise
@@ -125,14 +144,15 @@ def _main(box, groups, connection: socket.socket) -> None:
 class _Init:
   """The state of process 1."""
 
-  def __init__(self, box, groups, connection: socket.socket):
+  def __init__(self, box, connection: socket.socket, namespaces: list[int]):
     self._box = box
     self._connection = connection
     self._pid = None  # the first process of the command that runs
     self._status = None  # where it writes why it could not start
-    wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    self._wake = wake
-    self._close_others(woken)
+    self._wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    for fd in namespaces:
+      os.set_inheritable(fd, False)
+    self._close_others(woken, *namespaces)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     linux.new_session_keyring()
@@ -141,21 +161,17 @@ class _Init:
     if box.root is None:
       linux.adopt_orphans()
       return
-    if box.group is not None:
-      box.group.join()
-      linux.hide_groups()
-      groups.leave()
+    self._user, *groups = namespaces
+    linux.enter_groups(*groups)
     linux.new_network()
     workspace = linux.clone_mount(box.path)
-    settings = root_lib.enter(box.root, box.limits['workspace_bytes'])
+    root_lib.enter(box.root, box.limits['workspace_bytes'])
     self._attach(workspace)
-    self._user = self._new_user(settings)
-    os.close(settings)
     self._scratch = os.statvfs('/tmp')
 
-  def _close_others(self, woken: int) -> None:
+  def _close_others(self, *own: int) -> None:
     """Closes what the supervisor has open: pipes of others, its caller's socket."""
-    keep = {0, 1, 2, self._connection.fileno(), self._wake, woken}
+    keep = {0, 1, 2, self._connection.fileno(), self._wake, *own}
     if self._box.group is not None:
       keep.update(self._box.group.join_fds)
     if self._box.root is not None:
@@ -164,29 +180,6 @@ class _Init:
       if fd not in keep:
         with contextlib.suppress(OSError):  # the listing's own
           os.close(fd)
-
-  def _new_user(self, settings: int) -> int:
-    """A descriptor of a user namespace for the commands; another process makes it."""
-    pid = os.fork()
-    if not pid:
-      try:
-        self._drop_uid()
-        linux.new_user(settings)
-        os.kill(os.getpid(), signal.SIGSTOP)
-      finally:
-        os._exit(1)
-    if not os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]):
-      raise OSError('a user namespace is not allowed')
-    user = os.open(f'/proc/{pid}/ns/user', os.O_RDONLY | os.O_CLOEXEC)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return user
-
-  def _drop_uid(self) -> None:
-    uid = self._box.uid
-    if uid is not None:
-      os.setresgid(uid, uid, uid)
-      os.setresuid(uid, uid, uid)
 
   def _attach(self, workspace: int) -> None:
     linux.attach(workspace, '/workspace')
@@ -300,7 +293,7 @@ class _Init:
       if box.root is not None:
         linux.become_user(self._user)
       else:
-        self._drop_uid()
+        box.drop_uid()
       if 0 in os.getresuid():
         raise PermissionError('commands do not run as root')
       os.chdir('/workspace' if box.root is not None else box.path)

@@ -49,6 +49,7 @@ _MOVE_MOUNT = 429
 _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_EMPTY_PATH = 4
 _AT_FDCWD = -100
+_MAX_USER_NAMESPACES = '/proc/sys/user/max_user_namespaces'
 _TCP_BUFFERS = {'tcp_rmem': '4096 65536 131072', 'tcp_wmem': '4096 16384 131072'}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -188,16 +189,19 @@ def new_network() -> None:
       f.write(buffer)
 
 
-def hide_groups() -> None:
-  """Makes this process's control groups the root of those it and its children see."""
-  _check(_libc.unshare(_CLONE_NEWCGROUP), 'unshare the control group namespace')
+def enter_groups(namespace: int | None = None) -> None:
+  """Moves this process into a control group namespace.
+
+  None begins one, whose root are the groups that this process is in.
+  """
+  if namespace is None:
+    _check(_libc.unshare(_CLONE_NEWCGROUP), 'unshare the control group namespace')
+  else:
+    _check(_libc.setns(namespace, _CLONE_NEWCGROUP), 'enter the control groups')
 
 
-def new_user(settings: int) -> None:
+def new_user() -> None:
   """Moves this process into a user namespace whose only user, 1000, is its own.
-
-  Args:
-    settings: descriptor of a writable /proc/sys/user.
 
   Raises:
     OSError: namespaces are not allowed here.
@@ -209,10 +213,8 @@ def new_user(settings: int) -> None:
   _write_maps(f'1000 {uid} 1', f'1000 {gid} 1')
   # A user namespace within would give privileges over further namespaces. Some
   # containers do not allow this; the filter denies them, too.
-  with contextlib.suppress(OSError):
-    fd = os.open('max_user_namespaces', os.O_WRONLY, dir_fd=settings)
-    os.write(fd, b'0')
-    os.close(fd)
+  with contextlib.suppress(OSError), open(_MAX_USER_NAMESPACES, 'w') as f:
+    f.write('0')
 
 
 def become_user(namespace: int) -> None:

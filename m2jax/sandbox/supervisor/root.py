@@ -146,11 +146,8 @@ def _is_below(path: str, directory: str) -> bool:
   return os.path.commonpath([path, directory]) == directory
 
 
-def enter(root: Root, scratch_bytes: int) -> int:
+def enter(root: Root, scratch_bytes: int) -> None:
   """Makes a root for this process and enters it. It must be process 1.
-
-  Returns:
-    A descriptor of /proc/sys/user, which is writable, for `linux.become`.
 
   Raises:
     OSError: mounts are not allowed here.
@@ -165,14 +162,12 @@ def enter(root: Root, scratch_bytes: int) -> int:
     if os.path.lexists(place + path):
       linux.bind(empty if path.endswith('/') else empty_file, place + path)
   linux.mount_proc(f'{place}/proc')
-  settings = os.open(f'{place}/proc/sys/user', os.O_PATH | os.O_CLOEXEC)
   linux.bind(f'{place}/proc/sys', f'{place}/proc/sys')
   linux.make_read_only(f'{place}/proc/sys')
   linux.bind(empty, f'{place}/proc/1')  # this process
   _mount_devices(f'{place}/dev')
   mount_scratch(place, scratch_bytes)
   linux.change_root(place)
-  return settings
 
 
 def _mount_tree(root: Root, source: str, target: str) -> None:
