@@ -13,7 +13,7 @@ from pathlib import Path
 from m2jax import sandbox, tasks
 from m2jax.tasks.terminal import shell
 
-SANDBOX = dict(backend='bubblewrap', limits=sandbox.Limits(cpu_s=2, wall_s=5.0))
+SANDBOX = dict(backend='namespaces', limits=sandbox.Limits(cpu_s=2, wall_s=5.0))
 IN_MEMORY = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
 
 

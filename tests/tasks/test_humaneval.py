@@ -88,7 +88,7 @@ def test_the_verifier_cannot_be_gamed(name):
     async def limited():
       limits = sandbox.Limits(cpu_s=1, wall_s=2.0)
       problem = humaneval.make(SPEC).problem
-      return await verifier.verify(problem, CHEATS[name], 'bubblewrap', limits)
+      return await verifier.verify(problem, CHEATS[name], 'namespaces', limits)
 
     assert not asyncio.run(limited())
   else:

@@ -139,7 +139,7 @@ def test_the_config_shows_each_domain_in_its_scaffold():
   """SFT's chats of one task differ between scaffolds, and only as these say."""
   config = common.build(ForgeConfig, forge_mixed.get_config('smoke'))
   spec = 'mixed/repair/repair/train/steps_2/0/1?3'
-  options = dict(backend='bubblewrap', limits=config.episodes.limits)
+  options = dict(backend='namespaces', limits=config.episodes.limits)
   demos = asyncio.run(demonstrations.collect([spec], config.teacher, **options))
   assert demos[0].success == 1.0 and demos[0].task == spec
   [chat] = prepare.chats(config, demos)

@@ -12,7 +12,7 @@ from m2jax import sandbox, tasks
 from m2jax.tasks import demonstrations, repair
 from m2jax.tasks.repair import code, programs
 
-BACKEND = 'bubblewrap'
+BACKEND = 'namespaces'
 CONFIG = repair.Config(steps=(1, 6))
 LIMITS = sandbox.Limits(cpu_s=1, wall_s=3.0, memory_bytes=128 << 20)
 

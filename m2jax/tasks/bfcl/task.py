@@ -69,7 +69,7 @@ class BfclTask:
 
   @contextlib.asynccontextmanager
   async def open(
-    self, *, backend: str = 'bubblewrap', limits: sandbox.Limits | None = None
+    self, *, backend: str = 'namespaces', limits: sandbox.Limits | None = None
   ) -> AsyncIterator[task_lib.Environment]:
     """Starts the tools' process; see `tasks.Task.open`."""
     roots = [str(Path(m2jax.__path__[0]).parent), str(data.root().parent)]

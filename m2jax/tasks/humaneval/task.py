@@ -35,7 +35,7 @@ class Config(task_lib.TasksConfig):
 
 @dataclasses.dataclass(frozen=True)
 class _Environment(task_lib.Environment):
-  backend: str = 'bubblewrap'
+  backend: str = 'namespaces'
   limits: sandbox.Limits = LIMITS
 
 
@@ -54,7 +54,7 @@ class HumanEvalTask:
 
   @contextlib.asynccontextmanager
   async def open(
-    self, *, backend: str = 'bubblewrap', limits: sandbox.Limits | None = None
+    self, *, backend: str = 'namespaces', limits: sandbox.Limits | None = None
   ) -> AsyncIterator[task_lib.Environment]:
     """An environment without tools; see `tasks.Task.open`."""
 

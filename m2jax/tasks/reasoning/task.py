@@ -77,7 +77,7 @@ class ReasoningTask:
 
   @contextlib.asynccontextmanager
   async def open(
-    self, *, backend: str = 'bubblewrap', limits: sandbox.Limits | None = None
+    self, *, backend: str = 'namespaces', limits: sandbox.Limits | None = None
   ) -> AsyncIterator[task_lib.Environment]:
     """An environment without tools; see `tasks.Task.open`."""
 

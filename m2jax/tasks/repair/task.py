@@ -65,7 +65,7 @@ class Config(task_lib.TasksConfig):
 
 @dataclasses.dataclass(frozen=True)
 class _Environment(task_lib.Environment):
-  backend: str = 'bubblewrap'
+  backend: str = 'namespaces'
   limits: sandbox.Limits = dataclasses.field(default_factory=sandbox.Limits)
 
 
@@ -103,7 +103,7 @@ class RepairTask:
 
   @contextlib.asynccontextmanager
   async def open(
-    self, *, backend: str = 'bubblewrap', limits: sandbox.Limits | None = None
+    self, *, backend: str = 'namespaces', limits: sandbox.Limits | None = None
   ) -> AsyncIterator[task_lib.Environment]:
     """Opens a sandbox that holds the file; see `tasks.Task.open`."""
     limits = limits or sandbox.Limits()
