@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-BACKENDS = ('namespaces', 'rlimit_only')
+BACKENDS = ('namespaces', 'gvisor', 'rlimit_only')
 
 
 class SandboxError(RuntimeError):
@@ -143,7 +143,7 @@ class Capabilities:
   """What holds on this machine, from a trial of each property (`probe.capabilities`).
 
   Attributes:
-    backend: 'namespaces' or 'rlimit_only'.
+    backend: one of `BACKENDS`.
     isolation: property -> whether a command failed to break it.
     limits: field of `Limits` -> mechanism that enforced it in the trial, or None.
     notes: further information, one line each.

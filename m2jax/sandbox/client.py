@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from m2jax.sandbox import api, seccomp
+from m2jax.sandbox import api, seccomp, unavailable
 
 _HEADER_BYTES = 4
 _REQUEST_BYTES = 8  # of a request's id beside a socket
@@ -81,8 +81,9 @@ class Supervisor(asyncio.Protocol):
       'read_only': host.read_only,
       'hidden': host.hidden,
       'parallel': host.parallel_execs,
-      'cgroups': host.cgroups and backend == 'namespaces',
+      'cgroups': host.cgroups and backend != 'rlimit_only',
       'filters': (),
+      'runsc': unavailable.runsc() if backend == 'gvisor' else '',
     }
     reason = 'not in this mode'
     if backend == 'namespaces':

@@ -26,7 +26,7 @@ done < /proc/net/dev
 while read -r name value; do
   [ "$name" != Seccomp: ] || [ "$value" -ge "$FILTER" ] || fail 'no system call filter'
 done < /proc/self/status
-[ ! -e /proc/1/mem ] || fail 'process 1 is accessible'
+[ $$ = 1 ] || [ ! -e /proc/1/mem ] || fail 'process 1 is accessible'
 (exit 0) || fail 'cannot fork'
 echo ready > self-test && [ "$(ulimit -Hu)" = "$PROCESSES" ] || fail 'no process limit'
 """
@@ -50,7 +50,7 @@ async def create(
     workspace: directory to copy into the workspace. Symbolic links are copied as links,
       never followed.
     contents: relative path -> content of further initial files.
-    backend: 'namespaces', or the weaker 'rlimit_only'.
+    backend: 'namespaces', the experimental 'gvisor', or the weaker 'rlimit_only'.
     limits: of the sandbox.
     env: environment variables in addition to PATH, HOME, LANG, TERM and USER.
     host: use of this machine.
@@ -97,7 +97,7 @@ async def _open(supervisor, backend, limits, env, host) -> sandbox_lib.Sandbox:
   except asyncio.CancelledError:
     opening.add_done_callback(lambda done: _close_unwanted(supervisor, done))
     raise
-  if backend == 'namespaces':
+  if backend != 'rlimit_only':
     path = supervisor.root / path.lstrip('/')
   return sandbox_lib.Sandbox(supervisor, backend, limits, number, Path(path), uid)
 
@@ -129,8 +129,8 @@ async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
   supervisor = client.Supervisor()
   try:
     await supervisor.start(backend, host)
-    if backend == 'namespaces':
-      await _self_test(supervisor, host)
+    if backend != 'rlimit_only':
+      await _self_test(supervisor, backend, host)
   except api.SandboxUnavailable:
     await supervisor.close()
     raise
@@ -143,14 +143,16 @@ async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
   return supervisor
 
 
-async def _self_test(supervisor: client.Supervisor, host: api.Host) -> None:
+async def _self_test(
+  supervisor: client.Supervisor, backend: str, host: api.Host
+) -> None:
   """Runs a command that tries actions which must fail."""
   limits = api.Limits(processes=16, wall_s=10.0)
   env = {
     'PROCESSES': str(limits.processes),
     'FILTER': '2' if supervisor.found['filter'] else '0',  # SECCOMP_MODE_FILTER
   }
-  sandbox = await _open(supervisor, 'namespaces', limits, env, host)
+  sandbox = await _open(supervisor, backend, limits, env, host)
   try:
     result = await sandbox.exec(_SELF_TEST)
     if result.returncode != 0:

@@ -234,7 +234,7 @@ class Sandbox:
 
   async def _restore(self, snapshot: bytes) -> None:
     path = await self._supervisor.call('stage', self._number)
-    if self.backend == 'namespaces':
+    if self.backend != 'rlimit_only':
       path = self._supervisor.root / path.lstrip('/')
     fd = None
     try:

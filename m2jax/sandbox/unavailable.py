@@ -45,6 +45,20 @@ def check_machine(backend: str) -> None:
     )
   if not os.path.exists('/bin/bash'):
     raise api.SandboxUnavailable('no /bin/bash', 'install bash')
+  if backend == 'gvisor' and not runsc():
+    raise api.SandboxUnavailable(
+      "no runsc, gVisor's program, in a bin directory of /usr",
+      f'{_sudo()}apt-get install -y runsc',
+    )
+
+
+def runsc() -> str:
+  """The path of gVisor's program, which sandboxes see too; '' without one."""
+  return shutil.which('runsc', path='/usr/local/bin:/usr/bin:/usr/sbin') or ''
+
+
+def _sudo() -> str:
+  return '' if os.geteuid() == 0 else 'sudo '
 
 
 def explained(reason: str) -> api.SandboxUnavailable:
@@ -53,11 +67,10 @@ def explained(reason: str) -> api.SandboxUnavailable:
 
 
 def _fix() -> str:
-  sudo = '' if os.geteuid() == 0 else 'sudo '
   for name, forbids, setting in _SWITCHES:
     path = Path(name)
     if path.exists() and path.read_text().strip() == forbids:
-      return f'{sudo}sysctl -w {setting}'
+      return f'{_sudo()}sysctl -w {setting}'
   if os.path.exists('/.dockerenv') or os.path.exists('/run/.containerenv'):
     return f'{_CONTAINER}, {_WEAKER}'
   return f'allow user namespaces and mounts to this user, {_WEAKER}'

@@ -21,6 +21,7 @@ import root as root_lib
 from uids import Uids
 
 _WORKSPACE_INODES = 16384
+_GVISOR_THREADS = 128  # besides two for each process of a command
 _START_S = 10.0  # for process 1 of a sandbox
 
 
@@ -33,6 +34,7 @@ class Box:
     self.env = env
     self.root = None  # root_lib.Root; None in the weaker mode
     self.filters = []  # linux.Filter
+    self.gvisor = None  # gvisor.Gvisor, if commands run in it
     self.path = ''  # the workspace
     self.staged = ''  # a workspace that may replace it
     self.uid = None
@@ -65,7 +67,8 @@ class Machine:
   """Prepares this machine and creates sandboxes. `config`: see `client.py`."""
 
   def __init__(self, config: dict):
-    self.isolated = config['backend'] == 'namespaces'
+    self.isolated = config['backend'] != 'rlimit_only'
+    self._runsc = config['runsc']  # '' if gVisor is not used
     self.parallel = config['parallel']
     self.root = os.geteuid() == 0
     self._directory = config['directory']
@@ -79,7 +82,10 @@ class Machine:
       linux.enter_private_mounts()
       linux.mount_tmpfs(self._directory, 16 << 20, 65536, 0o711, 0)
       self._root = root_lib.prepare(
-        self._directory, config['read_only'], config['hidden']
+        self._directory,
+        config['read_only'],
+        config['hidden'],
+        nested=bool(self._runsc),
       )
       self._filters = [linux.Filter(program) for program in config['filters']]
     else:
@@ -119,7 +125,9 @@ class Machine:
         box.root, box.filters = self._root, self._filters
         if self.cgroups.kind != 'none':
           box.group = self.cgroups.make(
-            str(box.number), limits['memory_bytes'], processes
+            str(box.number),
+            limits['memory_bytes'],
+            2 * processes + _GVISOR_THREADS if self._runsc else processes,
           )
       elif not self.root:
         processes = self._shared_processes + processes * self.parallel
@@ -129,6 +137,12 @@ class Machine:
         address_bytes=None if box.group else limits['memory_bytes'],
         processes=processes,
       )
+      if self._runsc:
+        import gvisor  # only now: every fork copies loaded modules
+
+        scratch_bytes = limits['workspace_bytes']
+        box.gvisor = gvisor.Gvisor(self._runsc, box.rlimits, scratch_bytes)
+        box.rlimits = [pair for pair in box.rlimits if pair[0] == resource.RLIMIT_CORE]
       self._start(box)
     except BaseException:
       self.discard(box)

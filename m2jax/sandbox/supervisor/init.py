@@ -31,7 +31,7 @@ import linux
 import root as root_lib
 
 MESSAGE_BYTES = 1 << 17
-_SHELL = '/bin/bash'
+SHELL = '/bin/bash'
 _MAX_OPEN_FILES = 256
 
 
@@ -111,7 +111,7 @@ def _begin(box, connection: socket.socket) -> None:
       linux.enter_groups()
     if box.root is not None:
       box.drop_uid()
-      linux.new_user()
+      linux.new_user(nested=box.root.nested)
     connection.send(marshal.dumps(('', pid)))
     signal.pause()
   except OSError as error:
@@ -307,8 +307,10 @@ class _Init:
         os.dup2(fd, number)
       for calls in box.filters:
         calls.load()
+      if box.gvisor is not None:
+        box.gvisor.execute(command, box.env, status)
       # `--` permits commands that start with `-` or `+`.
-      os.execve(_SHELL, [_SHELL, '-c', '--', command], box.env)
+      os.execve(SHELL, [SHELL, '-c', '--', command], box.env)
     except BaseException as error:  # noqa: BLE001 - a forked child must never return
       os.write(status, f'{error}'.encode())
     finally:

@@ -200,8 +200,11 @@ def enter_groups(namespace: int | None = None) -> None:
     _check(_libc.setns(namespace, _CLONE_NEWCGROUP), 'enter the control groups')
 
 
-def new_user() -> None:
+def new_user(*, nested: bool) -> None:
   """Moves this process into a user namespace whose only user, 1000, is its own.
+
+  Args:
+    nested: whether others may be made within it.
 
   Raises:
     OSError: namespaces are not allowed here.
@@ -211,6 +214,8 @@ def new_user() -> None:
   _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), 'become dumpable')
   _check(_libc.unshare(_CLONE_NEWUSER), 'unshare the user namespace')
   _write_maps(f'1000 {uid} 1', f'1000 {gid} 1')
+  if nested:
+    return
   # A user namespace within would give privileges over further namespaces. Some
   # containers do not allow this; the filter denies them, too.
   with contextlib.suppress(OSError), open(_MAX_USER_NAMESPACES, 'w') as f:

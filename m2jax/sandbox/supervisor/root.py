@@ -47,27 +47,32 @@ class Root:
     hidden: paths in the sandbox that are empty; those of directories end with '/'.
     overlays: whether trees are overlays.
     mounts: mount namespace that roots start from.
+    nested: whether commands may make a user namespace and mount /proc there, which the
+      kernel allows only if no part of this /proc is hidden.
   """
 
-  def __init__(self, directory: str, trees, hidden, overlays: bool, mounts: int):
+  def __init__(
+    self, directory: str, trees, hidden, overlays: bool, mounts: int, nested: bool
+  ):
     self.directory = directory
     self.trees = trees
     self.hidden = hidden
     self.overlays = overlays
     self.mounts = mounts
+    self.nested = nested
 
   def path(self, name: str) -> str:
     """A file or directory of `directory`."""
     return os.path.join(self.directory, name)
 
 
-def prepare(directory: str, read_only, hidden) -> Root:
+def prepare(directory: str, read_only, hidden, *, nested: bool) -> Root:
   """Fills `directory`, a file system of this process's mount namespace.
 
   Args:
     directory: empty.
     read_only: (directory of the host, path in the sandbox), in addition to /usr.
-    hidden: as in `Root`.
+    hidden, nested: as in `Root`.
 
   Raises:
     OSError: mounts are not allowed here.
@@ -98,7 +103,7 @@ def prepare(directory: str, read_only, hidden) -> Root:
   overlays = _has_overlays(directory)
   kept = tuple(source for source, _ in trees) + (directory,)
   mounts = linux.new_mounts(lambda point: _is_needed(point, kept))
-  return Root(directory, trees, hidden, overlays, mounts)
+  return Root(directory, trees, hidden, overlays, mounts, nested)
 
 
 def _prepare_etc(directory: str) -> None:
@@ -162,9 +167,10 @@ def enter(root: Root, scratch_bytes: int) -> None:
     if os.path.lexists(place + path):
       linux.bind(empty if path.endswith('/') else empty_file, place + path)
   linux.mount_proc(f'{place}/proc')
-  linux.bind(f'{place}/proc/sys', f'{place}/proc/sys')
-  linux.make_read_only(f'{place}/proc/sys')
-  linux.bind(empty, f'{place}/proc/1')  # this process
+  if not root.nested:
+    linux.bind(f'{place}/proc/sys', f'{place}/proc/sys')
+    linux.make_read_only(f'{place}/proc/sys')
+    linux.bind(empty, f'{place}/proc/1')  # this process
   _mount_devices(f'{place}/dev')
   mount_scratch(place, scratch_bytes)
   linux.change_root(place)

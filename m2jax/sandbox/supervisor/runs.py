@@ -126,7 +126,7 @@ class Run:
     oom = group is not None and group.oom_kills() > self._oom_kills
     if self.ended_by == 'wall':
       code, failure = 124, ''
-    elif self.ended_by or (oom and code == 128 + signal.SIGKILL):
+    elif self.ended_by or (oom and (failure or code == 128 + signal.SIGKILL)):
       code, failure = 137, ''
     if failure:
       return failure, None
