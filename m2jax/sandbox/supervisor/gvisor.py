@@ -17,6 +17,8 @@ import init
 _DIRECTORY = '/tmp/runsc'  # of the sandbox; the command has a /tmp of its own
 # The only uid that an unprivileged runsc has is 0; this makes it 1000 for the command.
 _USER = ('/usr/bin/unshare', '--user', '--map-user=1000', '--map-group=1000', '--')
+# gVisor enforces the limit of CPU time only if a process has set it.
+_CPU = ('/usr/bin/prlimit', '--cpu={}:{}', '--')
 _KINDS = ('AS', 'CORE', 'CPU', 'FSIZE', 'NOFILE', 'NPROC')
 
 
@@ -26,6 +28,7 @@ class Gvisor:
   def __init__(self, runsc: str, rlimits, scratch_bytes: int):
     names = {getattr(resource, f'RLIMIT_{kind}'): f'RLIMIT_{kind}' for kind in _KINDS}
     self._runsc = runsc
+    self._start = (_CPU[0], _CPU[1].format(*dict(rlimits)[resource.RLIMIT_CPU]), *_USER)
     self._rlimits = [
       {'type': names[kind], 'soft': soft, 'hard': hard}
       for kind, (soft, hard) in rlimits
@@ -72,7 +75,7 @@ class Gvisor:
       'ociVersion': '1.0.2',
       'process': {
         'user': {'uid': 0, 'gid': 0},
-        'args': [*_USER, init.SHELL, '-c', '--', command],
+        'args': [*self._start, init.SHELL, '-c', '--', command],
         'env': [f'{name}={value}' for name, value in env.items()],
         'cwd': '/workspace',
         'capabilities': {},
