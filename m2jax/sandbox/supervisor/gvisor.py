@@ -60,6 +60,7 @@ class Gvisor:
       f'--log-fd={log}',
       '--rootless',
       '--ignore-cgroups',  # it is in those of the sandbox
+      '--overlay2=none',  # newer ones write a file into the root for this
       # To reach the caller: sockets of the kernel, in the sandbox's network.
       f'--network={"host" if listens else "none"}',
       'run',
