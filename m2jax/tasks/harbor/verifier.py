@@ -179,7 +179,7 @@ def site(directory: Directory, backend: str, *, judges: bool = False) -> str:
   name = judges and metadata.verifier_site or metadata.site
   if not name:
     return ''
-  sites = _SITES if backend == 'namespaces' else directory.dataset.resolve() / 'sites'
+  sites = _SITES if backend != 'rlimit_only' else directory.dataset.resolve() / 'sites'
   return f'{sites}/{name}'
 
 
@@ -274,12 +274,12 @@ def _limits(directory: Directory, limits: sandbox.Limits) -> sandbox.Limits:
 
 
 async def _run(directory, name, hidden_name, backend, limits) -> Verdict:
-  mount = _MOUNT if backend == 'namespaces' else str(_judged())
+  mount = _MOUNT if backend != 'rlimit_only' else str(_judged())
   inside, hidden = f'{mount}/{name}', f'{mount}/{hidden_name}'
   limits = _limits(directory, limits)
   where = host(directory.dataset, judges=True, hide=directory.metadata.hide)
   async with await sandbox.create(backend=backend, limits=limits, host=where) as box:
-    logs = '/workspace' if backend == 'namespaces' else str(box.workspace)
+    logs = '/workspace' if backend != 'rlimit_only' else str(box.workspace)
     env = {
       'M2JAX_TREE': f'{inside}/tree',
       'M2JAX_TESTS': f'{hidden}/tests',
@@ -287,10 +287,10 @@ async def _run(directory, name, hidden_name, backend, limits) -> Verdict:
       'M2JAX_SITE': site(directory, backend, judges=True),
       'M2JAX_LISTING': f'{hidden}/{_LISTING}',
       'M2JAX_RUNS': f'{hidden}/{_RUNS}',
-      'M2JAX_PRIVATE': '1' if backend == 'namespaces' else '',
+      'M2JAX_PRIVATE': '1' if backend != 'rlimit_only' else '',
     }
     words = ' '.join(f"{key}='{value}'" for key, value in env.items())
-    if backend != 'namespaces':  # this machine may have no python3 of that version
+    if backend == 'rlimit_only':  # this machine may have no python3 of that version
       words += f" PATH='{python()[0]}/bin':$PATH"
     command = f'mkdir -p {_LOGS}; exec env {words} bash "{hidden}/tests/test.sh"'
     result = await box.exec(command)
