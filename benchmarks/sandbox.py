@@ -2,6 +2,7 @@
 
   python -m benchmarks.sandbox
   python -m benchmarks.sandbox --boxes=64 --commands=4 --json
+  python -m benchmarks.sandbox --backend=gvisor --sequential=20 --boxes=8
 
 Each line is a case: the wall-clock time per command, and the user and kernel time of
 the supervisor, each sandbox's process 1 and their commands (`/proc/PID/stat`). The
@@ -49,9 +50,9 @@ def now(supervisor: int) -> Times:
   )
 
 
-async def sequential(host: sandbox.Host, commands: int) -> tuple[Times, int]:
+async def sequential(options: dict, commands: int) -> tuple[Times, int]:
   """Runs `true` repeatedly in one sandbox."""
-  async with await sandbox.create(host=host) as box:
+  async with await sandbox.create(**options) as box:
     await box.exec('true')
     before = now(box.supervisor_pid)
     for _ in range(commands):
@@ -59,17 +60,15 @@ async def sequential(host: sandbox.Host, commands: int) -> tuple[Times, int]:
     return now(box.supervisor_pid) - before, commands
 
 
-async def concurrent(
-  host: sandbox.Host, boxes: int, commands: int
-) -> tuple[Times, int]:
+async def concurrent(options: dict, boxes: int, commands: int) -> tuple[Times, int]:
   """Concurrent episodes: each creates a sandbox, runs its commands and destroys it."""
 
   async def episode():
-    async with await sandbox.create(contents={'f': b'a\n'}, host=host) as box:
+    async with await sandbox.create(contents={'f': b'a\n'}, **options) as box:
       for _ in range(commands):
         assert (await box.exec('wc -l f')).returncode == 0
 
-  async with await sandbox.create(host=host) as box:
+  async with await sandbox.create(**options) as box:
     await box.exec('true')
     before = now(box.supervisor_pid)
     await asyncio.gather(*(episode() for _ in range(boxes)))
@@ -81,10 +80,11 @@ async def measure(arguments) -> list[dict]:
   rows = []
   for groups in (True, False):
     host = sandbox.Host(cgroups=groups)
+    options = dict(backend=arguments.backend, host=host)
     cases = {
-      "exec('true'), one after another": sequential(host, arguments.sequential),
+      "exec('true'), one after another": sequential(options, arguments.sequential),
       f'{arguments.boxes} sandboxes at once, {arguments.commands} commands each': (
-        concurrent(host, arguments.boxes, arguments.commands)
+        concurrent(options, arguments.boxes, arguments.commands)
       ),
     }
     for name, case in cases.items():
@@ -99,6 +99,7 @@ async def measure(arguments) -> list[dict]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--backend', default='namespaces')
   parser.add_argument('--sequential', type=int, default=200)
   parser.add_argument('--boxes', type=int, default=64)
   parser.add_argument('--commands', type=int, default=4)
