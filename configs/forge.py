@@ -62,7 +62,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
   c.gateway = dict(port=0)  # any free port
   c.episodes = dict(
-    backend='namespaces',  # the sandbox; or 'rlimit_only', a weaker mode
+    backend='namespaces',  # the sandbox; 'gvisor', or 'rlimit_only', which is weaker
     concurrency=64,  # maximum concurrent episodes
     agent=dict(kind='whitebox', max_tokens=96, observation_bytes=400, system='Use sh.'),
   )

@@ -45,7 +45,7 @@ class EpisodeConfig:
 
   Attributes:
     agent: settings of the agent.
-    backend: backend of the sandbox, 'namespaces' or 'rlimit_only'.
+    backend: backend of the sandbox, one of `sandbox.api.BACKENDS`.
     limits: limits of the sandbox.
     concurrency: maximum concurrent episodes, separately for training and evaluation.
     evaluation_deadline_s: time limit of an evaluation as a whole; episodes that have
