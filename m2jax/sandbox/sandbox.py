@@ -5,6 +5,7 @@ which process 1 runs one command after another (`supervisor/init.py`), under a u
 is not root, in a workspace that persists between them. The workspace is an in-memory
 file system of limited size in the supervisor's mount namespace: it cannot fill the
 host's disk, and disappears with the job, however that ends.
+Backend 'gvisor' is the same, but commands run in gVisor (`supervisor/gvisor.py`).
 Backend 'rlimit_only' is weaker and must be chosen explicitly: the command sees the
 host's files and network; it has rlimits, and its process group is killed at the end.
 Source: DESIGN §6, facts/pipelines.md §1.
