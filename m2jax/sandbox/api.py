@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 
+_LEAST_MEMORY_BYTES = 8 << 20
 BACKENDS = ('namespaces', 'gvisor', 'rlimit_only')
 
 
@@ -52,9 +53,10 @@ class Limits:
 
   Attributes:
     cpu_s: CPU time of each process of a command; whole seconds.
-    memory_bytes: with a control group, of all processes of a sandbox together,
-      including swap and their files in memory. Otherwise the address space of each
-      process, and `Capabilities` reports the limit as not enforced.
+    memory_bytes: at least 8 MiB, for a shell. With a control group, of all processes of
+      a sandbox together, including swap and their files in memory. Otherwise the
+      address space of each process, and `Capabilities` reports the limit as not
+      enforced.
     processes: processes and threads of a command at any time.
     output_bytes: returned of each of stdout and stderr; the rest is dropped, and a
       command that prints 64 times as much is killed.
@@ -79,6 +81,8 @@ class Limits:
       if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
         kind = 'number' if field.name == 'wall_s' else 'whole number'
         raise ValueError(f'Limits.{field.name}={value!r}: must be a positive {kind}')
+    if self.memory_bytes < _LEAST_MEMORY_BYTES:
+      raise ValueError(f'Limits.memory_bytes={self.memory_bytes}: at least 8 MiB')
 
 
 @dataclasses.dataclass(frozen=True)

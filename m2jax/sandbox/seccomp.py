@@ -22,6 +22,7 @@ _LIBRARY = 'libseccomp.so.2'
 # Other architectures may order the arguments of clone(2) differently: untested.
 _MACHINES = ('x86_64', 'aarch64')
 _ALLOWED = {
+  # Without sync and syncfs, which write what the whole machine has not written yet.
   'files': (
     'access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 '
     'faccessat faccessat2 fadvise64 fallocate fchdir fchmod fchmodat fchmodat2 fchown '
@@ -29,8 +30,8 @@ _ALLOWED = {
     'getdents getdents64 ioctl lchown link linkat lseek lstat mkdir mkdirat mknod '
     'mknodat newfstatat open openat openat2 pipe pipe2 pread64 preadv preadv2 pwrite64 '
     'pwritev pwritev2 read readahead readlink readlinkat readv rename renameat '
-    'renameat2 rmdir sendfile splice stat statfs statx symlink symlinkat sync '
-    'sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes '
+    'renameat2 rmdir sendfile splice stat statfs statx symlink symlinkat '
+    'sync_file_range tee truncate umask unlink unlinkat utime utimensat utimes '
     'vmsplice write writev'
   ),
   # Those that set attributes are absent: no limit counts an attribute's memory.
@@ -97,7 +98,14 @@ _SOCKET_FAMILIES = (
 )
 _LAST_FAMILY = 63
 _TERMINAL_INPUT = (0x5412, 0x541C)  # ioctl TIOCSTI, TIOCLINUX: inject input
-_BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF
+# setsockopt (level, option) that take memory no limit counts, have the kernel wait, or
+# change tables that all networks share. They succeed without effect.
+_IGNORED_OPTIONS = (
+  *((int(socket.SOL_SOCKET), option) for option in (7, 8)),  # SO_SNDBUF, SO_RCVBUF
+  (int(socket.SOL_SOCKET), 13),  # SO_LINGER
+  *((int(socket.SOL_SOCKET), option) for option in (26, 50, 51, 52)),  # filters
+  (int(socket.IPPROTO_IPV6), 32),  # IPV6_FLOWLABEL_MGR
+)
 
 _ALLOW = 0x7FFF0000
 _ERROR = 0x00050000  # SCMP_ACT_ERRNO, with the number
@@ -227,9 +235,9 @@ def _check_arguments(rules: _Filter) -> None:
   netlink = (0, _MASKED_EQUAL, _LOW, int(socket.AF_NETLINK))
   route = (2, _NOT_EQUAL, 0, 0)  # NETLINK_ROUTE: the kernel's answers only
   rules.deny('socket', errno.EPROTONOSUPPORT, netlink, route)
-  for size in _BUFFER_SIZES:  # stay at their default
-    level = (1, _MASKED_EQUAL, _LOW, int(socket.SOL_SOCKET))
-    rules.deny('setsockopt', 0, level, (2, _MASKED_EQUAL, _LOW, size))
+  for level, option in _IGNORED_OPTIONS:
+    level = (1, _MASKED_EQUAL, _LOW, level)
+    rules.deny('setsockopt', 0, level, (2, _MASKED_EQUAL, _LOW, option))
   for request in _TERMINAL_INPUT:
     rules.deny('ioctl', errno.EPERM, (1, _MASKED_EQUAL, _LOW, request))
   # Limits of other processes, and the limit of core dumps.

@@ -370,8 +370,10 @@ s.setsockopt(41, 32, request)  # IPV6_FLOWLABEL_MGR
 
 
 def test_no_network_is_used_again(run, make):
-  """A sandbox finds nothing that an earlier one left in the kernel's tables."""
+  """Without the filter, too, nothing that an earlier sandbox left is found."""
   host = sandbox.Host(parallel_execs=30)  # a supervisor of its own
+  with attacks.no_filter():  # which does not let a command set them
+    make(host=host)
   count = 'tail -n +2 /proc/net/ip6_flowlabel | wc -l'
   first = make(host=host, contents={'leave.py': _LEAVE.encode()})
   assert run(first.exec(f'python3 leave.py; {count}')).stdout == '1\n'
@@ -462,6 +464,39 @@ def test_memory_of_the_kernel_is_bounded(run, make):
   assert 'Function not implemented' in result.stderr
   held = run(box.exec('python3 t.py'))
   assert held.oom or int(held.stdout) <= 64, held
+
+
+_SHARED_TABLES = """
+import os, socket, struct
+terminals = 0
+try:
+  while terminals < 100:
+    os.openpty()
+    terminals += 1
+except OSError:
+  pass
+s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+s.setsockopt(41, 32, bytes(32))  # IPV6_FLOWLABEL_MGR
+print(terminals <= 64, open('/proc/net/ip6_flowlabel').read().count('\\n'))
+print(open('/proc/locks').read(), end='')
+"""
+
+
+def test_tables_of_the_machine_stay_free(run, make):
+  """Pseudo terminals are bounded, flow labels not to be had, locks not to be seen."""
+  result = run(make(contents={'a.py': _SHARED_TABLES.encode()}).exec('python3 a.py'))
+  assert result.stdout == 'True 1\n', result
+
+
+def test_hidden_paths_are_those_of_the_sandbox(run, make, tmp_path):
+  """A link in a tree is followed in the sandbox's root, not in the machine's."""
+  tmp_path.chmod(0o755)
+  (tmp_path / 'link').symlink_to('/usr/share')
+  host = sandbox.Host(read_only=((str(tmp_path), '/t'),), hidden=('/t/link/',))
+  assert run(make(host=host).exec('ls /t/link/ /usr/share')).stdout.split() == [
+    '/t/link/:',
+    '/usr/share:',
+  ]
 
 
 def test_an_older_libseccomp_allows_less(monkeypatch):

@@ -150,7 +150,7 @@ def test_uids_are_held_where_only_root_can(monkeypatch, tmp_path):
   monkeypatch.syspath_prepend(client._SCRIPT)
   uids = importlib.import_module('uids')
   monkeypatch.setattr(uids, '_DIRECTORY', str(tmp_path / 'held'))
-  assert uids.Uids(1000, 1064).take() == 1000
+  assert uids.Uids(1000, 1064).take() in range(1000, 1064)
   (tmp_path / 'held').chmod(0o777)
   with pytest.raises(OSError, match="root's own directory"):
     uids.Uids(1000, 1064).take()
@@ -244,7 +244,11 @@ def test_infrastructure_failure_is_not_a_result(run, make):
     with pytest.raises(sandbox.SandboxError):
       await running
 
+  snapshot = run(box.snapshot())
   run(use(lambda: os.kill(_children(supervisor)[0], signal.SIGKILL)))  # process 1
+  for call in (box.restore(snapshot), box.listen(8080)):
+    with pytest.raises(sandbox.SandboxError):
+      run(call)
   with pytest.raises(sandbox.SandboxError, match='destroyed'):
     run(box.exec('echo fine'))
   box = make(host=host)
@@ -256,6 +260,32 @@ def test_infrastructure_failure_is_not_a_result(run, make):
   again = make(host=host)  # a new supervisor takes over
   assert run(again.exec('echo fine')).stdout == 'fine\n'
   assert not _groups_of(supervisor)
+
+
+def test_a_supervisor_that_dies_leaves_no_caller_waiting(run, make):
+  """Also while sandboxes are being made; nor does it leave their processes."""
+  host = sandbox.Host(parallel_execs=11)  # a supervisor of its own
+  pid = make(host=host).supervisor_pid
+
+  async def use():
+    made = [asyncio.ensure_future(sandbox.create(host=host)) for _ in range(6)]
+    while len(_children(pid)) == 1:
+      await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    return await asyncio.wait_for(asyncio.gather(*made, return_exceptions=True), 10)
+
+  found = run(use())
+  assert any(isinstance(box, sandbox.SandboxError) for box in found), found
+  deadline = time.monotonic() + 5
+  while _session_of(pid) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert not _session_of(pid)
+
+
+def _session_of(pid: int) -> list[bytes]:
+  """Processes that a supervisor, the leader of a session, has forked."""
+  found = subprocess.run(['pgrep', '-s', str(pid)], capture_output=True, check=False)
+  return [child for child in found.stdout.split() if int(child) != pid]
 
 
 def _groups_of(pid: int | str) -> list[Path]:

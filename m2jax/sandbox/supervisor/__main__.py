@@ -17,6 +17,7 @@ import contextlib
 import marshal
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -44,6 +45,7 @@ class Supervisor:
     self._epoll = select.epoll()
     self._on_event = {}  # fd -> function()
     self._boxes = {}
+    self._ending = set()  # boxes whose process 1 was killed
     self._runs = {}  # request id -> Run
     self._waiting = collections.deque()  # (request id, box number, command, wall_s)
     self._machine = None
@@ -93,11 +95,32 @@ class Supervisor:
     box = self._boxes.pop(number, None)
     if box is None:
       self._reply(request, None, None)
-    elif box.run is not None:
-      box.closing.append(request)
-      box.run.kill('cancel')  # `_finish` does the rest
     else:
-      self._machine.discard(box)
+      box.closing.append(request)
+      if box.run is not None:
+        box.run.kill('cancel')  # `_finish` does the rest
+      else:
+        self._end_box(box)
+
+  def _end_box(self, box: boxes.Box) -> None:
+    """Ends process 1, and discards the sandbox when it has ended.
+
+    It may take long: the kernel removes what the commands filled.
+    """
+    self._ending.add(box)
+    process_1 = os.pidfd_open(box.init)
+    os.kill(box.init, signal.SIGKILL)
+    if box.broken:  # it may never end
+      self._box_ended(box, process_1)
+    else:
+      self._watch(process_1, lambda: self._box_ended(box, process_1))
+
+  def _box_ended(self, box: boxes.Box, process_1: int) -> None:
+    self._unwatch(process_1)
+    os.close(process_1)
+    self._ending.discard(box)
+    self._machine.discard(box)
+    for request in box.closing:
       self._reply(request, None, None)
 
   # Commands -------------------------------------------------------------------------
@@ -155,9 +178,7 @@ class Supervisor:
     box.run = None
     self._reply(run.request, error, result)
     if box.number not in self._boxes:
-      self._machine.discard(box)
-      for request in box.closing:
-        self._reply(request, None, None)
+      self._end_box(box)
 
   # Plumbing -------------------------------------------------------------------------
 
@@ -219,8 +240,6 @@ class Supervisor:
         self._reply(request, None, self._listen(request, *arguments))
       else:
         self._reply(request, None, handlers[operation](*arguments))
-    except ConnectionError:
-      raise
     except Exception as error:  # noqa: BLE001 - affects this request only
       self._reply(request, f'{operation}: {error}', None)
 
@@ -272,7 +291,8 @@ class Supervisor:
         while run.box.broken and time.monotonic() < deadline:
           run.box.broken = not run.ended()
           time.sleep(0.001)
-    for box in {*self._boxes.values(), *(run.box for run in self._runs.values())}:
+    running = [run.box for run in self._runs.values()]
+    for box in {*self._boxes.values(), *running, *self._ending}:
       self._machine.discard(box)
     while not self._machine.remove() and time.monotonic() < deadline:
       time.sleep(0.01)

@@ -23,7 +23,6 @@ from uids import Uids
 _WORKSPACE_INODES = 16384
 _GVISOR_FACTOR = 16  # threads of gVisor for one process; about 8 were measured
 _GVISOR_OWN = 8  # times this factor, for gVisor itself
-_START_S = 10.0  # for process 1 of a sandbox
 
 
 class Box:
@@ -152,7 +151,6 @@ class Machine:
   def _start(self, box: Box) -> None:
     """Starts process 1 and waits until it is ready."""
     box.init, box.connection = init.start(box)
-    box.connection.settimeout(_START_S)
     try:
       error, _ = marshal.loads(box.connection.recv(init.MESSAGE_BYTES))
     except (TimeoutError, EOFError) as unready:

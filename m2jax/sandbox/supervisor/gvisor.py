@@ -19,7 +19,7 @@ _DIRECTORY = '/tmp/runsc'  # of the sandbox; the command has a /tmp of its own
 _USER = ('/usr/bin/unshare', '--user', '--map-user=1000', '--map-group=1000', '--')
 # gVisor enforces the limit of CPU time only if a process has set it.
 _CPU = ('/usr/bin/prlimit', '--cpu={}:{}', '--')
-_KINDS = ('AS', 'CORE', 'CPU', 'FSIZE', 'NOFILE', 'NPROC')
+_KINDS = ('AS', 'CORE', 'CPU', 'FSIZE', 'NICE', 'NOFILE', 'NPROC', 'RTPRIO')
 
 
 class Gvisor:

@@ -33,6 +33,7 @@ import root as root_lib
 MESSAGE_BYTES = 1 << 17
 SHELL = '/bin/bash'
 _MAX_OPEN_FILES = 256
+START_S = 10.0  # for process 1 of a sandbox, and for what forks it
 
 
 def resource_limits(
@@ -49,6 +50,8 @@ def resource_limits(
     (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES, _MAX_OPEN_FILES),
     # Counts the processes of the command's own user namespace.
     (resource.RLIMIT_NPROC, processes, processes),
+    (resource.RLIMIT_RTPRIO, 0, 0),
+    (resource.RLIMIT_NICE, 0, 0),
   ]
   if address_bytes is not None:
     wanted.append((resource.RLIMIT_AS, address_bytes, address_bytes))
@@ -68,9 +71,11 @@ def start(box) -> tuple[int, socket.socket]:
     OSError: namespaces are not allowed here.
   """
   ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+  ours.settimeout(START_S)
   with theirs:
     child = os.fork()
     if not child:
+      ours.close()
       _begin(box, theirs)
   kinds = ['user'] if box.root is not None else []
   kinds += ['cgroup'] if box.group is not None else []
@@ -112,6 +117,7 @@ def _begin(box, connection: socket.socket) -> None:
     if box.root is not None:
       box.drop_uid()
       linux.new_user(nested=box.root.nested)
+    linux.die_with_parent()
     connection.send(marshal.dumps(('', pid)))
     signal.pause()
   except OSError as error:
@@ -167,19 +173,21 @@ class _Init:
     workspace = linux.clone_mount(box.path)
     root_lib.enter(box.root, box.limits['workspace_bytes'])
     self._attach(workspace)
-    self._scratch = os.statvfs('/tmp')
+    self._scratch = self._scratch_state()
 
   def _close_others(self, *own: int) -> None:
     """Closes what the supervisor has open: pipes of others, its caller's socket."""
-    keep = {0, 1, 2, self._connection.fileno(), self._wake, *own}
+    keep = {self._connection.fileno(), self._wake, *own}
     if self._box.group is not None:
       keep.update(self._box.group.join_fds)
     if self._box.root is not None:
       keep.add(self._box.root.mounts)
-    for fd in map(int, os.listdir('/proc/self/fd')):
-      if fd not in keep:
-        with contextlib.suppress(OSError):  # the listing's own
-          os.close(fd)
+    last = max(map(int, os.listdir('/proc/self/fd')))
+    low = 3
+    for fd in (*sorted(keep), last + 1):
+      if low < fd:  # Python 3.11 closes everything in an empty range from 0
+        os.closerange(low, fd)
+      low = fd + 1
 
   def _attach(self, workspace: int) -> None:
     linux.attach(workspace, '/workspace')
@@ -273,10 +281,15 @@ class _Init:
 
   def _empty_scratch(self) -> None:
     """Replaces /tmp and /dev/shm, if a command used them."""
-    found = os.statvfs('/tmp')
-    if (found.f_ffree, found.f_bfree) != (self._scratch.f_ffree, self._scratch.f_bfree):
+    if self._scratch_state() != self._scratch:
       root_lib.remove_scratch()
       root_lib.mount_scratch('', self._box.limits['workspace_bytes'])
+      self._scratch = self._scratch_state()
+
+  def _scratch_state(self) -> tuple:
+    changed = [os.stat(path).st_ctime_ns for path in ('/tmp', '/dev/shm')]
+    found = os.statvfs('/tmp')
+    return found.f_ffree, found.f_bfree, changed
 
   def _command(self, command: bytes, fds: list[int], status: int) -> None:
     """The forked first process of a command: never returns.

@@ -50,7 +50,11 @@ _OPEN_TREE_CLONE = 1
 _MOVE_MOUNT_EMPTY_PATH = 4
 _AT_FDCWD = -100
 _MAX_USER_NAMESPACES = '/proc/sys/user/max_user_namespaces'
-_TCP_BUFFERS = {'tcp_rmem': '4096 65536 131072', 'tcp_wmem': '4096 16384 131072'}
+_BUFFERS = {
+  'ipv4/tcp_rmem': '4096 65536 131072',
+  'ipv4/tcp_wmem': '4096 16384 131072',
+  'core/optmem_max': '4096',
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -183,9 +187,9 @@ def new_network() -> None:
     request = fcntl.ioctl(s, _SIOCGIFFLAGS, struct.pack(_IFREQ, b'lo', 0))
     flags = struct.unpack(_IFREQ, request)[1] | _IFF_UP
     fcntl.ioctl(s, _SIOCSIFFLAGS, struct.pack(_IFREQ, b'lo', flags))
-  for name, buffer in _TCP_BUFFERS.items():
-    # Read-only in some containers: the probe then reports what is not enforced.
-    with contextlib.suppress(OSError), open(f'/proc/sys/net/ipv4/{name}', 'w') as f:
+  for name, buffer in _BUFFERS.items():
+    # Read-only in some containers, and of all networks on older kernels.
+    with contextlib.suppress(OSError), open(f'/proc/sys/net/{name}', 'w') as f:
       f.write(buffer)
 
 
@@ -352,7 +356,7 @@ def mount_proc(target: str) -> None:
 
 def mount_terminals(target: str) -> None:
   """Mounts pseudo terminals that nobody else uses."""
-  options = 'newinstance,ptmxmode=0666,mode=620'
+  options = 'newinstance,ptmxmode=0666,mode=620,max=64'
   _mount('devpts', target, 'devpts', _MS_NOSUID | _MS_NOEXEC, options)
 
 

@@ -162,18 +162,19 @@ def enter(root: Root, scratch_bytes: int) -> None:
   _mount_tree(root, root.path('top'), place)
   for source, target in root.trees:
     _mount_tree(root, source, place + target)
-  empty, empty_file = f'{place}/workspace', f'{place}/etc/empty'  # nothing there yet
-  for path in root.hidden:
-    if os.path.lexists(place + path):
-      linux.bind(empty if path.endswith('/') else empty_file, place + path)
+  empty = f'{place}/workspace'  # nothing is mounted there yet
   linux.mount_proc(f'{place}/proc')
   if not root.nested:
+    linux.bind(f'{place}/etc/empty', f'{place}/proc/locks')  # slow, and all sandboxes'
     linux.bind(f'{place}/proc/sys', f'{place}/proc/sys')
     linux.make_read_only(f'{place}/proc/sys')
     linux.bind(empty, f'{place}/proc/1')  # this process
   _mount_devices(f'{place}/dev')
   mount_scratch(place, scratch_bytes)
   linux.change_root(place)
+  for path in root.hidden:  # now, because a link leads elsewhere below another root
+    if os.path.lexists(path):
+      linux.bind('/workspace' if path.endswith('/') else '/etc/empty', path)
 
 
 def _mount_tree(root: Root, source: str, target: str) -> None:
@@ -194,11 +195,13 @@ def _mount_devices(directory: str) -> None:
     except PermissionError:  # in a user namespace
       open(path, 'w').close()
       linux.bind(device, path)
+      linux.make_read_only(path)
   for name, target in _DEVICE_LINKS.items():
     os.symlink(target, os.path.join(directory, name))
   for name in ('shm', 'pts'):
     os.mkdir(os.path.join(directory, name))
   linux.mount_terminals(os.path.join(directory, 'pts'))
+  linux.make_read_only(os.path.join(directory, 'pts'))
   linux.make_read_only(directory)
 
 

@@ -45,6 +45,9 @@ class Run:
     self._end = None  # what process 1 reported
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
     try:
+      for _, end in pipes:
+        if box.uid is not None:
+          os.fchown(end, box.uid, box.uid)
       message = marshal.dumps(('run', command))
       socket.send_fds(box.connection, [message], [end for _, end in pipes])
     except OSError:
