@@ -15,10 +15,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from m2jax.sandbox import api, seccomp, unavailable
+from m2jax.sandbox import api, seccomp, temporary, unavailable
 
 _HEADER_BYTES = 4
 _REQUEST_BYTES = 8  # of a request's id beside a socket
@@ -55,7 +54,7 @@ class Supervisor(asyncio.Protocol):
     """
     # Not $TMPDIR for root: unprivileged uids must be able to enter the directory.
     place = '/tmp' if os.geteuid() == 0 else None
-    self._directory = tempfile.mkdtemp(prefix='m2jax-sandbox-', dir=place)
+    self._directory, self._held = temporary.directory('m2jax-sandbox-', place)
     self._socket, theirs = socket.socketpair()
     self._descriptors, sender = socket.socketpair(type=socket.SOCK_SEQPACKET)
     self._descriptors.setblocking(False)
@@ -184,6 +183,8 @@ class Supervisor(asyncio.Protocol):
   def _remove_directory(self) -> None:
     if self._directory:
       shutil.rmtree(self._directory, ignore_errors=True)
+      os.close(self._held)
+      self._directory = None
 
   # asyncio.Protocol -----------------------------------------------------------------
 

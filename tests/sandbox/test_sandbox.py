@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from m2jax import sandbox
-from m2jax.sandbox import api, client, seccomp, unavailable
+from m2jax.sandbox import api, client, seccomp, temporary, unavailable
 
 _ROOT = os.geteuid() == 0
 
@@ -451,3 +451,33 @@ def test_install_where_it_may(tmp_path, monkeypatch, allowed):
   monkeypatch.setattr(seccomp, 'is_installed', lambda: False)
   unavailable.install()
   assert (tmp_path / 'installed').exists() == allowed
+
+
+def test_directories_of_killed_processes_are_removed(tmp_path, monkeypatch):
+  """By the next process; not those of living ones, of others, or links."""
+  hold = (
+    'import sys, time; from m2jax.sandbox import temporary; '
+    'print(temporary.directory("m2jax-x-", sys.argv[1])[0], flush=True); time.sleep(60)'
+  )
+  command = [sys.executable, '-c', hold, str(tmp_path)]
+  env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+  living, killed = (
+    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    for _ in range(2)
+  )
+  try:
+    kept, left = (Path(p.stdout.readline().strip()) for p in (living, killed))
+    killed.kill()
+    killed.wait()
+    (left / 'deep').mkdir()
+    link = tmp_path / 'm2jax-x-link'
+    link.symlink_to(tmp_path)
+    temporary.directory('m2jax-x-', str(tmp_path))
+    assert left.exists()  # too young: it may not be locked yet
+    monkeypatch.setattr(temporary, '_YOUNG_S', 0.0)
+    temporary.directory('m2jax-x-', str(tmp_path))
+    assert kept.exists() and link.exists() and not left.exists()
+  finally:
+    for process in (living, killed):
+      process.kill()
+      process.communicate()

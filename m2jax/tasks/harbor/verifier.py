@@ -37,13 +37,13 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from m2jax import sandbox
+from m2jax.sandbox import temporary
 from m2jax.tasks.harbor import compose, runs
 from m2jax.tasks.harbor.directory import BadTask, Directory
 
@@ -86,7 +86,8 @@ def _judged() -> Path:
 
   Its name in the sandbox is known, those in it are random and cannot be listed.
   """
-  path = Path(tempfile.mkdtemp(prefix='m2jax-verifier-'))
+  path, _ = temporary.directory('m2jax-verifier-')  # held until this process ends
+  path = Path(path)
   path.chmod(0o711)
   atexit.register(shutil.rmtree, path, ignore_errors=True)
   return path
