@@ -83,8 +83,11 @@ def test_limits_stop_commands(run, gvisor):
 
 @_installed
 def test_no_command_fails_for_the_sandbox(run, gvisor):
-  """What takes gVisor's memory or threads is a command's failure: nothing is masked."""
-  box = gvisor(limits=sandbox.Limits(memory_bytes=96 * _MIB, processes=4))
+  """What takes gVisor's memory, space or threads is no failure that is masked."""
+  small = sandbox.Limits(memory_bytes=96 * _MIB, processes=4, workspace_bytes=_MIB)
+  box = gvisor(limits=small)
+  longest = 'echo fine #'.ljust(119_000, '\1')
+  assert run(box.exec(longest)).stdout == 'fine\n'
   if box.supervisor_facts['cgroups'] == 'none':
     pytest.skip('no control groups')
   result = run(box.exec('head -c 200M /dev/zero | tail -c 190M'))

@@ -35,6 +35,7 @@ class Box:
     self.root = None  # root_lib.Root; None in the weaker mode
     self.filters = []  # linux.Filter
     self.gvisor = None  # gvisor.Gvisor, if commands run in it
+    self.scratch_bytes = limits['workspace_bytes']  # /tmp and /dev/shm together
     self.path = ''  # the workspace
     self.staged = ''  # a workspace that may replace it
     self.uid = None
@@ -139,8 +140,8 @@ class Machine:
       if self._runsc:
         import gvisor  # only now: every fork copies loaded modules
 
-        scratch_bytes = limits['workspace_bytes']
-        box.gvisor = gvisor.Gvisor(self._runsc, box.rlimits, scratch_bytes)
+        box.gvisor = gvisor.Gvisor(self._runsc, box.rlimits, box.scratch_bytes)
+        box.scratch_bytes = gvisor.OWN_BYTES
         box.rlimits = [pair for pair in box.rlimits if pair[0] == resource.RLIMIT_CORE]
       self._start(box)
     except BaseException:

@@ -15,6 +15,7 @@ import resource
 import init
 
 _DIRECTORY = '/tmp/runsc'  # of the sandbox; the command has a /tmp of its own
+OWN_BYTES = 16 << 20  # there; the longest command takes about 2 MB
 # The only uid that an unprivileged runsc has is 0; this makes it 1000 for the command.
 _USER = ('/usr/bin/unshare', '--user', '--map-user=1000', '--map-group=1000', '--')
 # gVisor enforces the limit of CPU time only if a process has set it.

@@ -171,7 +171,7 @@ class _Init:
     linux.enter_groups(*groups)
     linux.new_network()
     workspace = linux.clone_mount(box.path)
-    root_lib.enter(box.root, box.limits['workspace_bytes'])
+    root_lib.enter(box.root, box.scratch_bytes)
     self._attach(workspace)
     self._scratch = self._scratch_state()
 
@@ -283,7 +283,7 @@ class _Init:
     """Replaces /tmp and /dev/shm, if a command used them."""
     if self._scratch_state() != self._scratch:
       root_lib.remove_scratch()
-      root_lib.mount_scratch('', self._box.limits['workspace_bytes'])
+      root_lib.mount_scratch('', self._box.scratch_bytes)
       self._scratch = self._scratch_state()
 
   def _scratch_state(self) -> tuple:
