@@ -8,7 +8,8 @@ VENV ?= .venv
 # Empty: the newest Python from 3.11 to 3.13 that is found.
 PYTHON ?=
 WORKDIR ?= workdir/forge
-# namespaces, or rlimit_only: weaker, commands then see this machine's files and network.
+# namespaces, gvisor (docs/security.md), or rlimit_only: weaker, commands then see this
+# machine's files and network.
 SANDBOX ?= namespaces
 # Passed on: make forge ARGS=--config.seed=1, make test ARGS='-k sandbox'.
 ARGS ?=
