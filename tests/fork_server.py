@@ -39,6 +39,8 @@ def main(control: socket.socket) -> tuple[str, list[str]]:
       if ready is control:
         data, fds, *_ = socket.recv_fds(control, 1 << 20, 4)
         if not data:
+          for pid, _ in running.values():  # pytest was killed
+            os.kill(pid, signal.SIGKILL)
           sys.exit()
         if not (pid := os.fork()):
           control.close()
