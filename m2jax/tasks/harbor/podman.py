@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m2jax import sandbox
+from m2jax.observe import console
 from m2jax.tasks.harbor import compose, verifier
 from m2jax.tasks.harbor.directory import Directory, read
 
@@ -240,6 +241,7 @@ def main(argv=None) -> int:
   parser.add_argument('task', type=Path, help='task directory')
   parser.add_argument('--attempt', type=Path, help='commands instead of the solution')
   options = parser.parse_args(argv)
+  console.install()
   if reason := unavailable():
     print(reason, file=sys.stderr)
     return 2
