@@ -31,7 +31,7 @@ from pathlib import Path
 from m2jax import sandbox
 from m2jax.observe import console
 from m2jax.tasks.harbor import compose, verifier
-from m2jax.tasks.harbor.directory import Directory, read
+from m2jax.tasks.harbor.directory import BadTask, Directory, read
 
 INSTALL = 'apt-get install --no-install-recommends podman runc'
 _UIDS = '0:300000:65536'  # sandboxes have those below
@@ -245,8 +245,12 @@ def main(argv=None) -> int:
   if reason := unavailable():
     print(reason, file=sys.stderr)
     return 2
-  script = options.attempt.read_text() if options.attempt else None
-  verdict = attempt(read(options.task), script)
+  try:
+    script = options.attempt.read_text() if options.attempt else None
+    verdict = attempt(read(options.task), script)
+  except (BadTask, FileNotFoundError) as error:
+    print(error, file=sys.stderr)
+    return 2
   print(f'{verdict.outcome} {verdict.reward:g} {verdict.reason}'.strip())
   return 0 if verdict.outcome == verifier.PASSED else 1
 
