@@ -82,7 +82,7 @@ def test_table():
 @pytest.mark.thorough
 def test_it_runs():
   """Two variants, a few steps: every figure is there and none is out of its range."""
-  flags = '--steps 8 --seeds 0 --files 30 --jobs 1 --json --variants'.split()
+  flags = '--steps 15 --seeds 0 --files 30 --jobs 1 --json --variants'.split()
   variants = 'hybrid', 'softmax_no_bias'
   child = processes.run('benchmarks.ablations', *flags, *variants, timeout_s=1200)
   assert child.returncode == 0, child.stderr[-3000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import re
 import threading
 import time
 
@@ -222,7 +223,8 @@ def test_agents_that_only_fail_end_the_run(groups, start, pool, monkeypatch):
 
   wait_until(fail_all, side)
   learner.join()
-  assert '6 rollout groups failed in a row' in raised[0] and 'no gateway' in raised[0]
+  # Or more, which failed before the learner looked.
+  assert re.search('[6-9] rollout groups failed in a row.* no gateway', raised[0])
   assert not pool.failures()
 
 
