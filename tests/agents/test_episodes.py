@@ -87,13 +87,11 @@ def descendants():
   """Ids of the running descendants of this process."""
   found, parents = set(), [os.getpid()]
   while parents:
-    for children in Path(f'/proc/{parents.pop()}/task').glob('*/children'):
-      try:
+    with contextlib.suppress(OSError):  # it ended meanwhile
+      for children in Path(f'/proc/{parents.pop()}/task').glob('*/children'):
         pids = {int(pid) for pid in children.read_text().split()}
-      except OSError:  # it ended meanwhile
-        continue
-      parents += pids - found
-      found |= pids
+        parents += pids - found
+        found |= pids
   return {pid for pid in found if alive(pid)}
 
 
