@@ -104,7 +104,6 @@ class Machine:
       'cgroups': self.cgroups.kind,
       'cgroups_reason': self.cgroups.reason,
       'counts_swap': self.cgroups.counts_swap,
-      'overlays': self._root is not None and self._root.overlays,
     }
 
   # Sandboxes ------------------------------------------------------------------------
