@@ -16,11 +16,15 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import resource
+import subprocess
 import time
 from pathlib import Path
 
 from benchmarks import proc_stat
 from m2jax import sandbox
+
+_WORDS = {True: 'yes', False: 'no', None: '-'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +41,13 @@ class Times:
     return Times(*(a - b for a, b in pairs))
 
 
-def now(supervisor: int) -> Times:
-  """Reads the clocks; `supervisor` is a process id."""
-  user_s, kernel_s = proc_stat.with_children(supervisor)
+def now(supervisor: int | None) -> Times:
+  """Reads the clocks of a supervisor's process id; None: of this process's children."""
+  if supervisor is None:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    user_s, kernel_s = usage.ru_utime, usage.ru_stime
+  else:
+    user_s, kernel_s = proc_stat.with_children(supervisor)
   machine = Path('/proc/stat').read_text().split('\n')[0].split()
   system = sum(int(machine[n]) for n in (3, 6, 7))  # system, irq, softirq
   return Times(
@@ -75,9 +83,24 @@ async def concurrent(options: dict, boxes: int, commands: int) -> tuple[Times, i
     return now(box.supervisor_pid) - before, boxes * commands
 
 
+def bare(command: str, commands: int) -> tuple[Times, int]:
+  """Runs a command repeatedly without a sandbox."""
+  before = now(None)
+  for _ in range(commands):
+    subprocess.run(['bash', '-c', command], check=True, stdout=subprocess.DEVNULL)
+  return now(None) - before, commands
+
+
 async def measure(arguments) -> list[dict]:
   """Runs every case. Returns one row each, with milliseconds per command."""
   rows = []
+
+  def add(name: str, groups: bool | None, times: Times, commands: int) -> None:
+    row = {'case': name, 'cgroups': groups, 'commands': commands}
+    for field, value in dataclasses.asdict(times).items():
+      row[field.replace('_s', '_ms')] = round(1000 * value / commands, 2)
+    rows.append(row)
+
   for groups in (True, False):
     host = sandbox.Host(cgroups=groups)
     options = dict(backend=arguments.backend, host=host)
@@ -88,12 +111,10 @@ async def measure(arguments) -> list[dict]:
       ),
     }
     for name, case in cases.items():
-      times, commands = await case
-      row = {'case': name, 'cgroups': groups, 'commands': commands}
-      for field, value in dataclasses.asdict(times).items():
-        row[field.replace('_s', '_ms')] = round(1000 * value / commands, 2)
-      rows.append(row)
+      add(name, groups, *await case)
   await sandbox.shutdown()
+  for command in ('true', 'wc -l /etc/passwd'):
+    add(f'bash -c {command!r} alone', None, *bare(command, arguments.sequential))
   return rows
 
 
@@ -112,7 +133,7 @@ def main() -> None:
   print(f'{"":44} {"cgroups":8}{"wall":>8}{"user":>8}{"kernel":>8}{"machine":>9}')
   for row in rows:
     print(
-      f'{row["case"]:44} {"yes" if row["cgroups"] else "no":8}{row["wall_ms"]:8.2f}'
+      f'{row["case"]:44} {_WORDS[row["cgroups"]]:8}{row["wall_ms"]:8.2f}'
       f'{row["user_ms"]:8.2f}{row["kernel_ms"]:8.2f}{row["machine_ms"]:9.2f}'
     )
   print('milliseconds per command')
