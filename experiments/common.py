@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import ml_collections
@@ -26,7 +26,7 @@ from ml_collections import config_flags
 
 from experiments import fields
 from m2jax import checks
-from m2jax.observe import console
+from m2jax.observe import console, progress
 
 if typing.TYPE_CHECKING:
   from m2jax.sharding import MeshConfig, Sharding
@@ -114,26 +114,44 @@ def _accelerator_installed() -> bool:
   return any(importlib.util.find_spec(name) for name in names)
 
 
+_HELD_OUT = 'held-out loss'
+
+
 @contextlib.contextmanager
-def view(job: str, loop: LoopConfig, metrics, leads: bool = True) -> Iterator[None]:
+def view(
+  job: str, loops: Mapping[str, LoopConfig], metrics, leads: bool, held_out: bool
+) -> Iterator[Callable[[], None]]:
   """Shows the progress of a training job, from its metrics, while the body runs.
 
   Args:
     job: its name.
-    loop: its budget.
+    loops: budget of each phase of its records, in order.
     metrics: the MetricsWriter that it writes to.
     leads: whether this is process 0, the only one that shows it.
+    held_out: whether a held-out loss follows, before which the body calls the function
+      that it gets.
   """
   if not leads:
-    yield
+    yield lambda: None
     return
   from m2jax.observe.terminal import RunView
 
-  expected_s = loop.seconds or 0.2 * loop.steps  # until there is progress
-  with RunView({job: expected_s}, title=f'm2jax {job}') as shown:
-    metrics.add_listener(shown.on_record)
-    shown.begin(job)
-    yield
+  expected_s = {p: loop.seconds or 0.2 * loop.steps for p, loop in loops.items()}
+  if held_out:
+    expected_s[_HELD_OUT] = 0.05 * sum(expected_s.values())
+  left = list(loops)
+
+  def on_record(record: Mapping[str, Any]) -> None:
+    phase = record['phase']
+    if phase in left[1:]:
+      del left[: left.index(phase)]
+      shown.begin(phase)
+    shown.on_record(record)
+
+  with RunView(expected_s, title=f'm2jax {job}') as shown:
+    metrics.add_listener(on_record)
+    shown.begin(left[0])
+    yield lambda: shown.begin(_HELD_OUT)
     shown.done()
 
 
@@ -308,7 +326,7 @@ def run(
       if DISTRIBUTED.value and not distributed:
         raise BadInput('--distributed: this job is one process')
       check_path('workdir', WORKDIR.value)
-      with interruptible():
+      with interruptible(), progress.listening(progress.Logged()):
         main()
     except Exception as error:
       full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

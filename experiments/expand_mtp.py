@@ -58,9 +58,13 @@ def main():
     frozen, joint = sources(config.expand.frozen), sources(config.expand.joint)
   held_out = documents.Encoded(held_out, encode)
   records = workdir if leads else workdir / f'process{process}'
+  loops = {
+    expand_mtp.FROZEN: config.expand.frozen.loop,
+    expand_mtp.JOINT: config.expand.joint.loop,
+  }
   with (
     MetricsWriter(records) as metrics,
-    common.view('expand_mtp', config.expand.joint.loop, metrics, leads),
+    common.view('expand_mtp', loops, metrics, leads, held_out=True) as measures,
   ):
     model, state = expand_mtp.fit(
       config.expand,
@@ -81,6 +85,7 @@ def main():
       seed=config.seed,
       sharding=sharding,
     )
+    measures()
     loss = train_pretrain.held_out(
       config.expand.joint, model, state.variables, held_out, sharding
     )

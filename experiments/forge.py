@@ -122,9 +122,9 @@ def _learn(config: ForgeConfig) -> None:
   for row in evaluations:
     successes, n = row.sampled
     low, high = stats.wilson(successes, n)
-    greedy = row.greedy[0] / row.greedy[1] if row.greedy else float('nan')
+    greedy = f'{row.greedy[0] / row.greedy[1]:.3f}' if row.greedy else '-'
     rate = f'{successes / n:.3f} [{low:.3f}, {high:.3f}] of {n}'
-    print(f'  {row.stage:<24}  {rate:<32}  {greedy:.3f}')
+    print(f'  {row.stage:<24}  {rate:<32}  {greedy}')
   print(f'\nreport: {common.workdir() / "report.html"}')
 
 

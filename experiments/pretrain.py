@@ -178,10 +178,11 @@ def main():
   every = config.pretrain.loop.keep_every_steps
   checkpoints = CheckpointManager(own, keep_every_steps=every)
   records = workdir if leads else workdir / f'process{process}'
+  loops = {'pretrain': config.pretrain.loop}
   with (
     checkpoints as manager,
     MetricsWriter(records) as metrics,
-    common.view('pretrain', config.pretrain.loop, metrics, leads),
+    common.view('pretrain', loops, metrics, leads, held_out=True) as measures,
   ):
     run = Run(
       'pretrain',
@@ -199,6 +200,7 @@ def main():
       variables=variables,
       sharding=sharding,
     )
+    measures()
     loss = pretrain.held_out(
       config.pretrain,
       config.model,

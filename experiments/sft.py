@@ -84,7 +84,7 @@ def main():
   with (
     checkpoints as manager,
     metrics_lib.MetricsWriter(records) as metrics,
-    common.view('sft', config.sft.loop, metrics, leads),
+    common.view('sft', {'sft': config.sft.loop}, metrics, leads, held_out=False),
   ):
     if source:
       variables = source.variables

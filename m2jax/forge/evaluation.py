@@ -10,6 +10,7 @@ from m2jax import tasks as tasks_lib
 from m2jax.agents import episodes
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.roles import Rollouts
+from m2jax.observe import progress
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.records import Trajectory
 from m2jax.rl import rewards
@@ -60,6 +61,8 @@ def success_on(
   """
   specs = [tasks_lib.spec(roles.config.tasks, split, i) for i in range(tasks)]
   done = 0
+  doing = f'evaluating {split}' + (', greedy' if temperature == 0 else '')
+  progress.report(doing, done, len(specs))
 
   def check():
     if stop():
@@ -74,6 +77,7 @@ def success_on(
     done += 1
     roles.pool.add_trajectory(trajectory)
     on_progress(done / len(specs))
+    progress.report(doing, done, len(specs))
 
   out = episodes.evaluate(
     roles.runner,
@@ -83,6 +87,7 @@ def success_on(
     on_end=on_end,
     check=check,
   )
+  progress.report('')
   check()  # else the last episodes may have failed for that reason
   tallies = tally(out)
   if out and not tallies:

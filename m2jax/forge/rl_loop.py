@@ -26,6 +26,7 @@ from m2jax.forge.roles import Rollouts
 from m2jax.forge.rollout_groups import RolloutGroups
 from m2jax.forge.sample_counts import SampleCounts
 from m2jax.observe import metrics as metrics_lib
+from m2jax.observe import progress
 from m2jax.pool import data_pool, work_queue
 from m2jax.records import Completion
 from m2jax.rl import agreement, rewards
@@ -140,16 +141,19 @@ class RlLoop:
   def _step(self) -> bool:
     """Makes one update of the policy; False if no items can be taken any more."""
     step, started_s = self._learner.version + 1, time.monotonic()
+    progress.report(f'step {step:,} waits for rollouts')
     taken, credits_ = self._collect(step)
     if not taken:
       return False
     waited_s = time.monotonic() - started_s
     scalars = self._window_metrics(taken)
     self._groups.fill()
+    progress.report(f'step {step:,} trains')
     scalars |= self._learner.update(credits_, self._rl.updates_per_batch)
     self._check_agreement(step, scalars)
     self._skips.add(scalars['skipped'] == self._rl.updates_per_batch)
     self._roles.scheduler.update_weights(self._learner.variables(), step)
+    progress.report('')
     self._record(step, scalars, waited_s, time.monotonic() - started_s)
     if self._rl.dev_every and step % self._rl.dev_every == 0:
       self._develop(step)
@@ -315,11 +319,11 @@ class RlLoop:
     forks -= counters.get('forks_total{reason="first"}', 0)
     overrides = sum(n for name, n in counters.items() if name.startswith('overrides'))
     rl = self._rl
-    progress = step / rl.steps
+    share = step / rl.steps
     if rl.seconds:
-      progress = max(progress, self._used_s / rl.seconds)
+      share = max(share, self._used_s / rl.seconds)
     if rl.max_items:
-      progress = max(progress, state.head / rl.max_items)
+      share = max(share, state.head / rl.max_items)
     self._metrics.write(
       'rl',
       step,
@@ -350,6 +354,6 @@ class RlLoop:
         'gateway/overrides': overrides,
         **self._samples.pop(state.head),
         'memory/rss_bytes': metrics_lib.rss_bytes(),
-        'progress': min(progress, 1.0),
+        'progress': min(share, 1.0),
       },
     )

@@ -86,8 +86,10 @@ def run(
       rollouts = functools.partial(rollouts, config)
       made = _Run(config, workdir, metrics, view, pool, commands, sharding, served)
       made.phases(rollouts)
+      view.begin('report')
       metrics.flush()
       evaluations = reporting.write(config, workdir, pool)
+      view.done()
   return evaluations
 
 
@@ -100,14 +102,16 @@ def _check_splits(config: ForgeConfig) -> None:
 
 
 def _expected_s(config: ForgeConfig) -> dict[str, float]:
-  """Estimated seconds of each phase, for the view's remaining time."""
+  """Estimated seconds of each phase, for its share of the whole."""
   eval_s = 0.1 * (config.eval_tasks + config.dev_tasks)
   seconds = {
     'demonstrations': 0.015 * config.sft.demonstrations,
+    'tokenizer': 0.001 * config.sft.demonstrations,
+    'engine': 30.0,
     'SFT': config.sft.loop.seconds or 0.2 * config.sft.loop.steps,
   }
   if config.start:  # taken from that run
-    seconds = dict.fromkeys(seconds, 1.0)
+    seconds |= {'demonstrations': 1.0, 'SFT': 1.0}
   else:
     seconds[f'eval {AFTER_SFT}'] = eval_s
   if config.rl is not None:
@@ -120,7 +124,7 @@ def _expected_s(config: ForgeConfig) -> dict[str, float]:
       'more SFT': config.more_sft.loop.seconds or 0.2 * config.more_sft.loop.steps,
       f'eval {AFTER_MORE_SFT}': 2 * eval_s,
     }
-  return seconds
+  return seconds | {'report': 5.0}
 
 
 class _Run:
@@ -154,9 +158,13 @@ class _Run:
     demos = prepare.make_demonstrations(
       config, workdir / prepare.DEMONSTRATIONS, view.set_progress
     )
+    solved = sum(demo.success == 1 for demo in demos)
+    view.done(f'teacher {solved / len(demos):.2f}')
+    view.begin('tokenizer')
     groups, tok, files = prepare.material(config, workdir, demos)
-    view.done(f'teacher {len(groups) / len(demos):.2f}')
+    view.done()
     _log_tokens(groups)
+    view.begin('engine')
     variables = prepare.start(config, workdir, self._sharding)
     with rollouts(self._served(variables), tok, self._pool, UNTRAINED) as running:
       view.begin('SFT')
@@ -206,7 +214,8 @@ class _Run:
     """Evaluates a phase's last weights on the development and held-out splits."""
     config, view = self._config, self._view
     view.begin(f'eval {stage}')
-    parts = [('dev', config.dev_tasks, 1.0), ('held_out', config.eval_tasks, 1.0)]
+    parts, found = [('dev', config.dev_tasks, 1.0)], []
+    parts.append(('held_out', config.eval_tasks, 1.0))
     if greedy:
       parts.append(('held_out', config.eval_tasks, 0.0))
     for i, (split, tasks, temperature) in enumerate(parts):
@@ -226,7 +235,8 @@ class _Run:
       seconds = time.monotonic() - started
       logging.info('%s, %s: %.3f in %.0f s', stage, split, success, seconds)
       if temperature:
-        view.done(f'{split} {success:.3f}')
+        found.append(f'{split} {success:.3f}')
+    view.done(', '.join(found))
 
 
 def _log_tokens(groups: list[list[forest.Sample]]) -> None:

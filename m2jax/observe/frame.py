@@ -44,13 +44,21 @@ _BEYOND = {**_INSIDE, 'pending': ('░', 'dim'), 'completed': ('▒', 'magenta')
 
 @dataclasses.dataclass
 class Phase:
-  """One phase of the run; times are from the monotonic clock."""
+  """One phase of the run; times are from the monotonic clock.
+
+  Attributes:
+    expected_s: its share of the run, in seconds of a machine like ours.
+    progress: completed fraction; None is unknown.
+    first: time and progress when this was first known, which a speed is taken from: a
+      phase may begin with compilation, or where an earlier run stopped.
+  """
 
   name: str
   expected_s: float
   started_s: float | None = None
   ended_s: float | None = None
   progress: float | None = None
+  first: tuple[float, float] | None = None
   note: str = ''
 
   def elapsed_s(self) -> float:
@@ -59,13 +67,19 @@ class Phase:
       return 0.0
     return (self.ended_s or time.monotonic()) - self.started_s
 
-  def left_s(self) -> float:
-    """Estimated seconds left, from the progress or, without any yet, the plan."""
-    if self.ended_s is not None:
-      return 0.0
-    if self.progress is not None and self.progress > 0.02:
-      return self.elapsed_s() * (1 - self.progress) / self.progress
-    return max(0.0, self.expected_s - self.elapsed_s())
+  def set_progress(self, fraction: float) -> None:
+    """Sets the completed fraction, which never falls."""
+    fraction = min(1.0, max(0.0, fraction, self.progress or 0.0))
+    if self.first is None:
+      self.first = time.monotonic(), fraction
+    self.progress = fraction
+
+  def whole_s(self) -> float | None:
+    """Estimated seconds of all of it, from its progress; None without any yet."""
+    if self.first is None or self.progress <= self.first[1]:
+      return None
+    then_s, before = self.first
+    return (time.monotonic() - then_s) / (self.progress - before)
 
 
 @dataclasses.dataclass
@@ -79,6 +93,7 @@ class State:
   latest: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
   history: dict[str, collections.deque] = dataclasses.field(default_factory=dict)
   current: Phase | None = None
+  doing: str = ''  # within the phase: 'compiling the engine 3 of 9'
   learning: str = ''  # phase of the latest records with a loss: 'sft' or 'rl'
   window: tuple[tuple[str, ...], int, int | None] | None = None
   snippet: Sequence[Mapping[str, Any]] = ()
@@ -102,11 +117,12 @@ class State:
       if phase.started_s is None:
         phase.ended_s = time.monotonic()
     self.current.started_s = time.monotonic()
-    self.current.ended_s = self.current.progress = None
+    self.current.ended_s = self.current.first = None
+    self.doing = ''
 
   def end_current(self, note: str = '') -> Phase | None:
     """Ends the running phase and returns it; None if none is running."""
-    ended, self.current = self.current, None
+    ended, self.current, self.doing = self.current, None, ''
     if ended is not None:
       ended.ended_s, ended.note = time.monotonic(), note
     return ended
@@ -114,7 +130,7 @@ class State:
   def set_progress(self, fraction: float) -> None:
     """Sets the completed fraction of the running phase, if there is one."""
     if self.current is not None:
-      self.current.progress = min(1.0, max(0.0, fraction))
+      self.current.set_progress(fraction)
 
   def add(self, record: Mapping[str, Any]) -> None:
     """Adds a metric record to the latest values and to the history for averages."""
@@ -152,15 +168,31 @@ class State:
     values = list(self.history.get(key, ()))[-self.average_steps :]
     return stats.moving_average(values, self.average_steps)[-1] if values else None
 
-  def left_s(self) -> float:
-    """Estimated seconds until the last phase ends."""
-    return sum(phase.left_s() for phase in self.phases)
+  def left_s(self) -> float | None:
+    """Estimated seconds until the last phase ends; None while there is no estimate.
 
-  def fraction(self) -> float:
-    """Completed fraction of the whole run, by time."""
-    spent = sum(phase.elapsed_s() for phase in self.phases)
-    total = spent + self.left_s()
-    return spent / total if total > 0 else 0.0
+    The current phase's by its speed; later ones' by the plan, at the same pace.
+    """
+    later = [p for p in self.phases if p.ended_s is None and p is not self.current]
+    if self.current is None:
+      return None if later else 0.0
+    whole_s = self.current.whole_s()
+    if whole_s is None:
+      return None
+    pace = whole_s / self.current.expected_s
+    planned_s = sum(phase.expected_s for phase in later)
+    return (1 - self.current.progress) * whole_s + pace * planned_s
+
+  def fraction(self) -> float | None:
+    """Completed fraction of the plan, which never falls; None before the first."""
+    done = [
+      1.0 if phase.ended_s is not None else phase.progress for phase in self.phases
+    ]
+    if all(part is None for part in done):
+      return None
+    parts = zip(done, self.phases, strict=True)
+    spent_s = sum((part or 0.0) * phase.expected_s for part, phase in parts)
+    return spent_s / sum(phase.expected_s for phase in self.phases)
 
 
 def draw(state: State, width: int) -> Text:
@@ -187,14 +219,12 @@ def draw(state: State, width: int) -> Text:
 
 def plain_line(state: State) -> str:
   """One line of ASCII for logs: phase, time left and the main metrics."""
-  phase = state.current.name if state.current else 'idle'
-  parts = [
-    state.title,
-    clock(time.monotonic() - state.started_s),
-    phase,
-    f'total {100 * state.fraction():.0f}%',
-    f'left {clock(state.left_s())}',
-  ]
+  phase, fraction, left_s = _where(state), state.fraction(), state.left_s()
+  parts = [state.title, clock(time.monotonic() - state.started_s), phase]
+  if fraction is not None:
+    parts.append(f'total {_percent(fraction)}%')
+  if left_s is not None:
+    parts.append(f'left {clock(left_s)}')
   for label, value in (
     ('step', state.latest.get(state.learning, {}).get('step')),
     ('success', state.average('success')),
@@ -211,6 +241,27 @@ def plain_line(state: State) -> str:
       parts.append(f'{label} {short(value)}')
   parts.append(f'memory {_memory(state)}')
   return ' | '.join(parts)
+
+
+def news(state: State) -> tuple:
+  """What a new `plain_line` is worth printing for: where the run is."""
+  step = state.latest.get(state.learning, {}).get('step')
+  return _where(state), state.fraction(), step
+
+
+def _where(state: State) -> str:
+  """The phase, its completed fraction and what it is doing."""
+  phase = state.current
+  if phase is None:
+    over = all(phase.ended_s is not None for phase in state.phases)
+    return 'done' if over else 'starting'
+  known = '' if phase.progress is None else f' {_percent(phase.progress)}%'
+  return f'{phase.name}{known}' + (f': {state.doing}' if state.doing else '')
+
+
+def _percent(fraction: float) -> int:
+  """Whole percent, of which 100 is all."""
+  return math.floor(100 * fraction + 1e-9)
 
 
 def clock(seconds: float) -> str:
@@ -241,7 +292,10 @@ def short(value: Any) -> str:
 
 def _title(state: State, width: int) -> Text:
   elapsed_s = time.monotonic() - state.started_s
-  left = f'{clock(elapsed_s)} elapsed · about {clock(state.left_s())} left'
+  left_s = state.left_s()
+  left = f'{clock(elapsed_s)} elapsed'
+  if left_s is not None:
+    left += f' · about {clock(left_s)} left'
   rule = '─' * max(1, width - len(state.title) - len(left) - 2)
   return Text.assemble((state.title, 'bold'), ' ', (rule, 'dim'), ' ', left)
 
@@ -251,6 +305,8 @@ def _phases(state: State) -> Text:
   for phase in state.phases:
     if phase is state.current:
       line.append(f'▶ {phase.name} {clock(phase.elapsed_s())}', 'bold cyan')
+      if state.doing:
+        line.append(f' {state.doing}', 'cyan')
     elif phase.ended_s is not None and phase.started_s is None:
       line.append(f'– {phase.name}', 'dim')
     elif phase.ended_s is not None:
@@ -266,12 +322,9 @@ def _phases(state: State) -> Text:
 def _progress_bar(state: State, width: int) -> Text:
   fraction = state.fraction()
   cells = max(10, width - 6)
-  done = round(cells * fraction)
-  return Text.assemble(
-    ('━' * done, 'cyan'),
-    ('─' * (cells - done), 'dim'),
-    f' {100 * fraction:3.0f} %',
-  )
+  done = round(cells * (fraction or 0.0))
+  known = '' if fraction is None else f' {_percent(fraction):3d} %'
+  return Text.assemble(('━' * done, 'cyan'), ('─' * (cells - done), 'dim'), known)
 
 
 def _learning(state: State) -> list[Text]:

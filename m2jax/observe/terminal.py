@@ -3,12 +3,14 @@
 It shows the records of `metrics.MetricsWriter` (DESIGN §6, Observability):
 `metrics.add_listener(view.on_record)`. On a terminal it redraws twice a second through
 `rich.live`; log lines appear above it. Elsewhere (pipes, CI) it prints a plain line
-every few seconds. `frame.py` draws; this module controls the screen.
+every few seconds while something changes. `frame.py` draws; this module controls the
+screen. What is reported by `progress` is shown, too.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import sys
@@ -22,7 +24,7 @@ import rich.live
 import rich.text
 from absl import logging as absl_logging
 
-from m2jax.observe import frame
+from m2jax.observe import frame, progress
 from m2jax.observe.console import Console
 from m2jax.observe.printable import printable
 
@@ -51,7 +53,8 @@ class RunView:
     """Prepares the view, which `start` or `with` then shows.
 
     Args:
-      phases: phase name → expected seconds, in order. Names are unique.
+      phases: phase name → expected seconds, in order: their shares of the whole. Names
+        are unique.
       console: where to draw; standard output by default.
       title: shown first.
       refresh_hz: redraws per second, at most 4, to leave the processor to the run.
@@ -77,6 +80,8 @@ class RunView:
     )
     self._live: rich.live.Live | None = None
     self._plain_thread: threading.Thread | None = None
+    self._printed: tuple = ()
+    self._listening = contextlib.ExitStack()
     self._stopping = threading.Event()
     self._streams: list[tuple[logging.StreamHandler, Any]] = []
 
@@ -94,6 +99,7 @@ class RunView:
     """Starts drawing or printing. `stop` also runs at exit, to restore the cursor."""
     self._stopping.clear()
     atexit.register(self.stop)
+    self._listening.enter_context(progress.listening(self.on_progress))
     if self.interactive:
       self._live = rich.live.Live(
         console=self._console,
@@ -113,6 +119,7 @@ class RunView:
   def stop(self) -> None:
     """Draws the last state and restores the terminal. Idempotent."""
     atexit.unregister(self.stop)
+    self._listening.close()
     self._stopping.set()
     live, self._live = self._live, None
     if live is not None:
@@ -152,10 +159,15 @@ class RunView:
       self._announce(f'{ended.name}: done in {frame.clock(ended.elapsed_s())}{words}')
 
   def set_progress(self, fraction: float) -> None:
-    """Sets the completed fraction of the current phase; by default time decides it."""
+    """Sets the completed fraction of the current phase, which never falls."""
     if math.isfinite(fraction):
       with self._lock:
         self._state.set_progress(fraction)
+
+  def on_progress(self, doing: str, done: int, total: int) -> None:
+    """Shows what the current phase is doing: a listener of `progress`."""
+    with self._lock:
+      self._state.doing = progress.words(doing, done, total)
 
   def on_record(self, record: Mapping[str, Any]) -> None:
     """Shows a metric record; missing fields stay blank."""
@@ -197,8 +209,10 @@ class RunView:
 
   def _print_line(self) -> None:
     with self._lock:
-      line = frame.plain_line(self._state)
-    self._say(line)
+      line, news = frame.plain_line(self._state), frame.news(self._state)
+    if news != self._printed:
+      self._printed = news
+      self._say(line)
 
   def _announce(self, text: str) -> None:
     if self._plain_thread is not None:

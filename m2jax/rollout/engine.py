@@ -39,6 +39,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
 from m2jax.kernels import block_fp8
+from m2jax.observe import progress
 from m2jax.rollout import contexts, forward, placement, speculative
 from m2jax.rollout import pages as pages_lib
 from m2jax.rollout.calls import Calls
@@ -337,8 +338,14 @@ class Engine(JetStreamCalls):
     """
     config, g = self.config, self.groups
     rows = lambda *shape: np.zeros((g * shape[0], *shape[1:]), np.int32)
+    each = 1 + config.grammars + len(self.speculative)
+    shapes = len(config.decode_rows) * each + len(config.prefill_shapes)
+    report = progress.counted(
+      'compiling the engine', len(config.table_sizes) * shapes + 1
+    )
     for n in config.table_sizes:
       for size in config.decode_rows:
+        report()
         tables = rows(size, n)
         none = rows(size), rows(1), tables, np.int32(0)
         if self.keeps_contexts:
@@ -347,17 +354,23 @@ class Engine(JetStreamCalls):
         else:
           state, _ = self.generate_many(params, state, *none)
         if config.grammars:
+          report()
           state = self._warm_masked(params, state, size, n, none)
         for drafts in self.speculative:
+          report()
           state, *_ = self.speculate(params, state, drafts, *none)
       for size, chunk in config.prefill_shapes:
+        report()
         tokens, tables = rows(size, chunk), rows(size, n)
         state = self.prefill_rows(params, state, tokens, rows(size), rows(size), tables)
       if config.record_experts:
         self.expert_ids(state, np.int32(0), np.zeros(n, np.int32))
+    report()
     empty = make_slots(g * config.slots, config)
     state = self.admit(state, rows(config.slots), rows(1), empty)
-    return jax.block_until_ready(state)
+    jax.block_until_ready(state)
+    progress.report('')
+    return state
 
   def _warm_masked(self, params, state, size: int, n: int, none) -> DecodeState:
     rows = self.groups * size

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from m2jax.observe import progress
 from m2jax.rollout import handover
 from m2jax.rollout.api import EngineError
 from m2jax.rollout.batcher import Batcher
@@ -73,8 +74,11 @@ class PrefillBatcher(Batcher):
     """Compiles what is called here: no decoding."""
     engine, config, g = self.engine, self.engine.config, self.engine.groups
     rows = lambda *shape: np.zeros((g * shape[0], *shape[1:]), np.int32)
+    count = len(config.table_sizes) * len(config.prefill_shapes)
+    report = progress.counted('compiling the engine', count)
     for n in config.table_sizes:
       for size, chunk in config.prefill_shapes:
+        report()
         tokens, tables = rows(size, chunk), rows(size, n)
         self.state = engine.prefill_rows(
           self.variables, self.state, tokens, rows(size), rows(size), tables
@@ -83,6 +87,7 @@ class PrefillBatcher(Batcher):
     jax.block_until_ready(engine.read_pages(self.state, np.int32(0), nothing))
     if self.tiers is not None:
       self.state = self.tiers.warmup(self.state)
+    progress.report('')
 
   @property
   def busy(self) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forest import Forest
-from m2jax.observe import compiling
+from m2jax.observe import compiling, progress
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.train import stopping
 from m2jax.train.step import Skips, Step, TrainState, fetch
@@ -136,6 +136,7 @@ def fit(
     run.manager.save(done, state, host, run.files)
     saved = done
 
+  progress.report('compiling the train step')
   for batch in batches:
     forest = to_forest(batch)
     state, scalars = step(state, forest)
@@ -144,10 +145,11 @@ def fit(
     used_s = clock.used_s()
     if done == first + 1:
       logging.info('%s: compiled in %.0f s', run.phase, clock.compiled_s())
+      progress.report('')
     over = end.reached(done, used_s, (state, scalars)) or skips.too_many
     if done % config.log_every == 0 or over:
-      progress, epoch = config.progress(done, used_s), getattr(batches, 'epoch', None)
-      records.hold(done, scalars, used_s=used_s, progress=progress, epoch=epoch)
+      share, epoch = config.progress(done, used_s), getattr(batches, 'epoch', None)
+      records.hold(done, scalars, used_s=used_s, progress=share, epoch=epoch)
     if over or done % config.checkpoint_every == 0:
       save()
     if over:

@@ -62,7 +62,20 @@ def run_module(module, *flags, code=0):
   """The same of a module whose flags name the config, if it has one."""
   done = processes.run(module, *flags, timeout_s=900)
   assert done.returncode == code, done.stdout + done.stderr
+  check_progress(done.stdout, ended=code == 0)
   return done.stdout + done.stderr
+
+
+def check_progress(text, ended):
+  """What a job said of its progress: named phases, never backwards, true at the end."""
+  lines = [line.split(' | ') for line in text.splitlines() if line.startswith('m2jax ')]
+  where = [line[2] for line in lines if len(line) > 2]
+  totals = [int(n) for n in re.findall(r'^m2jax .* \| total (\d+)%', text, re.M)]
+  assert totals == sorted(totals), text
+  if where:
+    assert 'starting' not in where, text
+    assert (where[-1] == 'done' and totals[-1] == 100) == ended, text
+    assert 100 not in totals[:-1], text
 
 
 def start(job, *flags, variant='', output):
@@ -181,6 +194,7 @@ def forged(tmp_path_factory):
     code = job.wait(180)
   finally:
     job.kill()
+  check_progress(output.read_text(), ended=False)
   return types.SimpleNamespace(
     workdir=workdir,
     code=code,

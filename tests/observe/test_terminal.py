@@ -20,7 +20,7 @@ from absl import logging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.observe import frame, terminal
+from m2jax.observe import frame, progress, terminal
 from tests.waiting import wait_until
 
 PHASES = {'setup': 20, 'SFT': 100, 'eval': 10, 'RL': 300, 'report': 5}
@@ -89,8 +89,8 @@ def test_the_frame_holds_the_figures_a_person_looks_for():
   view.on_record({'phase': 'eval', 'family': 'all', 'successes': 30, 'n': 40})
   view.on_record({'phase': 'eval', 'family': 'count', 'successes': 0, 'n': 5})
   view.on_record({'phase': 'eval', 'temperature': 0, 'successes': 1, 'n': 40})
-  view.on_record({**FULL_RECORD, 'success': 0.25})
-  view.on_record({**FULL_RECORD, 'success': 0.75})
+  view.on_record({**FULL_RECORD, 'success': 0.25, 'progress': 0.1})
+  view.on_record({**FULL_RECORD, 'success': 0.75, 'progress': 0.2})
   view.set_snippet(MESSAGES)
   lines = _frame(view)
   text = '\n'.join(lines)
@@ -178,35 +178,86 @@ def test_the_window_strip_shows_what_may_be_taken_and_what_is_forbidden():
   assert line.endswith('head 7 [■□]')
 
 
-def test_time_left_follows_progress_and_falls_back_to_the_plan():
-  """The bar's percentages and times equal those computed by hand."""
-  now = time.monotonic()
-  state = frame.State('t', [frame.Phase('a', 10), frame.Phase('b', 50)], 5, now)
-  state.begin('b')
-  state.current.started_s = now - 20
-  assert state.left_s() == pytest.approx(30, abs=1)  # a was jumped over
-  state.set_progress(0.8)
-  assert state.left_s() == pytest.approx(20 * 0.2 / 0.8, abs=0.5)
-  assert state.fraction() == pytest.approx(0.8, abs=0.02)
+def test_time_left_is_that_of_what_was_measured():
+  """By hand; nothing is claimed before the first progress, nor of compilation."""
+  phases = [frame.Phase('a', 10), frame.Phase('b', 50), frame.Phase('c', 40)]
+  state = frame.State('t', phases, 5, time.monotonic())
+  assert (state.fraction(), state.left_s()) == (None, None)
+  assert 'total' not in frame.plain_line(state)
+  state.begin('b')  # a was jumped over
+  assert (state.fraction(), state.left_s()) == (0.1, None)
+  state.set_progress(0.2)
+  state.current.first = time.monotonic() - 30, 0.2  # after a minute of compilation
+  assert state.left_s() is None
+  state.set_progress(0.8)  # 0.6 in 30 s: 50 s for b, as planned
+  assert state.left_s() == pytest.approx(0.2 * 50 + 40, abs=1)
+  assert state.fraction() == pytest.approx(0.1 + 0.5 * 0.8)
   state.end_current()
-  assert state.left_s() == 0
-  assert state.fraction() == 1
+  state.begin('c')
+  assert (state.fraction(), state.left_s()) == (pytest.approx(0.6), None)
+  state.end_current()
+  assert (state.fraction(), state.left_s()) == (1, 0)
+  assert 'done | total 100% | left 0:00' in frame.plain_line(state)
+
+
+@given(st.lists(st.floats() | st.sampled_from(['next', 'again']), max_size=30))
+def test_progress_never_goes_backwards(events):
+  """Whatever is reported; and it is 100 % when the last phase has ended, not before."""
+  view = terminal.RunView(PHASES, console=_console())
+  names, shown = list(PHASES), [0.0]
+  view.begin(names[0])
+  for event in events:
+    if event == 'next' and len(names) > 1:
+      del names[0]
+    if event in ('next', 'again'):
+      view.begin(names[0])
+    else:
+      view.set_progress(event)
+      view.on_record({'progress': event})
+    shown.append(view._state.fraction() or 0.0)
+  assert shown == sorted(shown)
+  assert '100%' not in frame.plain_line(view._state).partition('total')[2] or (
+    names[0] == 'report' and view._state.current.progress == 1
+  )
+  view.begin('report')
+  view.done()
+  assert view._state.fraction() == 1
+
+
+def test_what_a_phase_is_doing_is_shown():
+  """Reports come from rooms that do not know the view, and end with the phase."""
+  view = terminal.RunView(PHASES, console=_console())
+  progress.report('nobody listens')
+  with progress.listening(view.on_progress):
+    view.begin('SFT')
+    report = progress.counted('compiling', 9)
+    report()
+    report()
+    assert 'SFT: compiling 2 of 9' in frame.plain_line(view._state)
+    assert 'SFT 0:00 compiling 2 of 9' in '\n'.join(_frame(view))
+    view.begin('eval')
+    assert 'compiling' not in frame.plain_line(view._state)
 
 
 def test_without_a_terminal_it_prints_plain_lines():
-  """CI and pipes: one line every few seconds, no escape codes, and phase changes."""
+  """CI and pipes: a line when something changed, no escape codes, and phase changes."""
   console = _console(is_terminal=False)
   with terminal.RunView(PHASES, console=console, plain_every_s=0.05) as view:
     assert not view.interactive
     view.begin('RL')
     view.on_record(FULL_RECORD)
+    wait_until(lambda: console.file.getvalue().count('success 0.5') >= 1)
+    time.sleep(0.2)
+    assert console.file.getvalue().count('success 0.5') == 1
+    view.on_record({**FULL_RECORD, 'step': 42, 'progress': 0.1})
     wait_until(lambda: console.file.getvalue().count('success 0.5') >= 2)
+    view.on_record({**FULL_RECORD, 'step': 43, 'progress': 0.2})
+    wait_until(lambda: '| left' in console.file.getvalue())
     view.done('fine')
   text = console.file.getvalue()
   lines = text.splitlines()
   figures = [line for line in lines if 'success 0.5' in line]
-  assert len(figures) >= 2
-  assert all('tokens/s 19,234' in line and 'left' in line for line in figures)
+  assert all('tokens/s 19,234' in line for line in figures)
   assert any('RL: started' in line for line in lines)
   assert any('RL: done' in line and '(fine)' in line for line in lines)
   assert '\x1b' not in text
