@@ -40,6 +40,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
   c.demonstrations = 'workdir/forge/demonstrations.jsonl'
+  c.held_out = 0.05  # share of the chats that is only measured, at the end
   c.system = job.episodes.agent.system  # for chats without; '': the model's default
   c.tools = ()  # for chats without any
   # a run's workdir or a directory in the released format; empty: random weights

@@ -377,9 +377,9 @@ def fail(error: Exception, at_once: bool = False) -> NoReturn:
   """
   logging.debug('%s', error, exc_info=error)
   message, code = str(error) or repr(error), exit_code(error)
-  declared = type(error).__module__.partition('.')[0] in ('m2jax', 'experiments')
-  if isinstance(error, ValueError) and not declared:
-    where = traceback.extract_tb(error.__traceback__)[-1]
+  where = traceback.extract_tb(error.__traceback__)[-1:]
+  if isinstance(error, ValueError) and where and not _ours(where[0].filename):
+    where = where[0]
     name = '/'.join(pathlib.Path(where.filename).parts[-3:])
     message += f' ({name}, line {where.lineno}; --verbosity=1 shows the traceback)'
   print(f'error: {message}', file=sys.stderr, flush=True)
@@ -387,6 +387,12 @@ def fail(error: Exception, at_once: bool = False) -> NoReturn:
     sys.stdout.flush()
     os._exit(code)
   sys.exit(code)
+
+
+def _ours(filename: str) -> bool:
+  """Whether code of this project raised an error, whose message is for users."""
+  rooms = pathlib.Path(__file__).parent, pathlib.Path(checks.__file__).parent
+  return any(pathlib.Path(filename).is_relative_to(room) for room in rooms)
 
 
 def exit_code(error: BaseException) -> int:

@@ -11,16 +11,21 @@ WORKDIR/keys/reward.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import pathlib
+import shlex
 import time
 from typing import Any
 
+import httpx
 from absl import flags
 
 from experiments import common, served
 from m2jax.checkpoint import CheckpointError, policy
-from m2jax.forge import roles
+from m2jax.forge import prepare, roles
 from m2jax.forge.commands import Stopped
+from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import outside, shared
 from m2jax.gateway.config import GatewayConfig
@@ -28,6 +33,7 @@ from m2jax.pool.data_pool import DataPool, PoolBroken
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 from m2jax.sharding import MeshConfig
+from m2jax.tasks import demonstrations
 
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A workdir or a directory of checkpoints.'
@@ -37,12 +43,10 @@ PORT = flags.DEFINE_integer('port', None, 'Overrides config.gateway.port.')
 
 _CALL = """curl {base_url}/chat/completions -H 'Authorization: Bearer any-key' \\
   -H 'Content-Type: application/json' \\
-  -d '{body}'
-from Python: openai.OpenAI(base_url='{base_url}', api_key='any-key')
-Ctrl-C stops it."""
+  -d {body}
+from Python: openai.OpenAI(base_url='{base_url}', api_key='any-key')"""
 _BEGIN = """curl {base_url}/episodes -d '{{"task": "NAME"}}' \\
-  -H "Authorization: Bearer $(cat {reward})"  # gives a key (docs/agents.md)
-Ctrl-C stops it."""
+  -H "Authorization: Bearer $(cat {reward})"  # gives a key (docs/agents.md)"""
 
 
 def main():
@@ -111,13 +115,16 @@ def _serve(
       running, server = stack.enter_context(serving)
     except OSError as error:
       raise common.BadInput(f'{gateway.host}:{gateway.port}: {error}') from error
-    hello = {'role': 'user', 'content': 'Hello'}
-    body = json.dumps({'model': gateway.model_name, 'messages': [hello]})
+    request = {'model': gateway.model_name, **_example(found), 'temperature': 0}
+    body = shlex.quote(json.dumps(request))
     try:
       print(f'serving step {found.step} of {found.directory} at {server.base_url}')
       call = _CALL if gateway.accept_unknown_keys else _BEGIN
       key = f'{common.WORKDIR.value}/{shared.KEYS_DIR}/{shared.REWARD}'
-      print(call.format(base_url=server.base_url, body=body, reward=key), flush=True)
+      print(call.format(base_url=server.base_url, body=body, reward=key))
+      if not common.WORKDIR.value:  # else it would be recorded
+        print('it answers', _answer(server.base_url, request))
+      print('Ctrl-C stops it.', flush=True)
       cleaned_s = time.monotonic()
       while running.alive:
         time.sleep(1.0)
@@ -128,6 +135,32 @@ def _serve(
     except KeyboardInterrupt:
       common.check_stopped()
   print('\nstopped')
+
+
+def _answer(base_url: str, request: dict[str, Any]) -> str:
+  """The message that the server answers with, or its error."""
+  found = httpx.post(
+    f'{base_url}/chat/completions',
+    json=request,
+    headers={'Authorization': 'Bearer any-key'},
+    timeout=None,
+  ).json()
+  choices = found.get('choices')
+  return json.dumps(choices[0]['message'] if choices else found)
+
+
+def _example(found: policy.Policy) -> dict[str, Any]:
+  """A request that the policy has learned to answer: that of a demonstration of its
+  run, as the run's agent makes it. A greeting, if it is of no such run."""
+  workdir = pathlib.Path(found.directory).parent
+  with contextlib.suppress(OSError, ValueError):
+    settings = json.loads((workdir / 'config.json').read_text('utf-8'))
+    config = common.build(ForgeConfig, settings)
+    demos = demonstrations.read(workdir / prepare.DEMONSTRATIONS)
+    (chat,) = prepare.chats(config, demos[:1])
+    asked = itertools.takewhile(lambda m: m['role'] != 'assistant', chat.messages)
+    return {'messages': list(asked), 'tools': list(chat.tools)}
+  return {'messages': [{'role': 'user', 'content': 'Hello'}]}
 
 
 if __name__ == '__main__':

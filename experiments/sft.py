@@ -12,7 +12,7 @@ import os
 import jax
 
 from experiments import common
-from m2jax import sharding
+from m2jax import checks, sharding
 from m2jax.checkpoint import CheckpointError, CheckpointManager, initial, policy
 from m2jax.config import ModelConfig
 from m2jax.data import chats
@@ -30,8 +30,9 @@ from m2jax.train.workdir import WorkdirError, keep_tokenizer, open_workdir
 class Config:
   """One run; with `init_from` model and tokenizer are those of the weights.
 
-  `system` and `tools` are for chats without their own; see `data.chats`. A run may
-  resume on another mesh.
+  `system` and `tools` are for chats without their own; see `data.chats`. A share of
+  `held_out` of the chats is not trained, for the loss that is printed at the end. A run
+  may resume on another mesh.
   """
 
   seed: int
@@ -42,9 +43,11 @@ class Config:
   model: ModelConfig
   tokenizer: str
   sft: sft.SftConfig
+  held_out: float = 0.0
   mesh: sharding.MeshConfig = sharding.MeshConfig()
 
   def __post_init__(self):
+    checks.require(self, 0 <= self.held_out <= 0.5, 'held_out', 'between 0 and 0.5')
     gnmr.check(self.sft.optimizer.gnmr, self.model)
 
 
@@ -78,13 +81,18 @@ def main():
     tok = keep_tokenizer(path, make_tokenizer, model.vocab_size)
   room = min(config.sft.row_tokens, config.sft.tokens_per_step, model.max_positions)
   groups = chats.encode(found, tok, room, config.sft.templates)
+  held_out = []
+  if config.held_out and len(groups) > 1:
+    every = round(1 / config.held_out)
+    held_out, groups = groups[::every], [g for i, g in enumerate(groups) if i % every]
   every = config.sft.loop.keep_every_steps
   checkpoints = CheckpointManager(own, keep_every_steps=every)
   records = workdir if leads else workdir / f'process{process}'
+  loops, measured = {'sft': config.sft.loop}, ''
   with (
     checkpoints as manager,
     metrics_lib.MetricsWriter(records) as metrics,
-    common.view('sft', {'sft': config.sft.loop}, metrics, leads, held_out=False),
+    common.view('sft', loops, metrics, leads, held_out=bool(held_out)) as measures,
   ):
     if source:
       variables = source.variables
@@ -101,10 +109,16 @@ def main():
       seed=config.seed,
       sharding=mesh,
     )
+    if held_out:
+      measures()
+      loss = sft.held_out(config.sft, model, state.variables, held_out, mesh)
+      metrics.supersede('held_out', -1)
+      metrics.write('held_out', int(state.step), loss)
+      measured = f'; held-out loss {loss["loss"]:.3f} over {loss["tokens"]} tokens'
   loss = metrics_lib.read(records, 'sft')[-1]['loss']
   print(
     f'loss {loss:.3f} nats/token after {int(state.step)} steps on {len(groups)} chats'
-    f'\ncheckpoint: {own}'
+    f'{measured}\ncheckpoint: {own}'
   )
 
 

@@ -103,7 +103,10 @@ class BlackboxConfig(AgentConfig):
       check(absolute, 'read_only', f'absolute directories; {directory} is none')
       own = any(map(directory.is_relative_to, ('/tmp', '/workspace')))
       check(
-        not own, 'read_only', f"elsewhere: {directory} is hidden by the command's own"
+        not own,
+        'read_only',
+        'directories outside /tmp and /workspace, of which every command has its own; '
+        f'{directory} is below one',
       )
       hidden = not _shows_tasks(directory.resolve())
       check(

@@ -35,7 +35,10 @@ def find(
     folders[:] = [name for name in folders if name not in excluded]
     found += [pathlib.Path(folder, n) for n in names if n.endswith(tuple(suffixes))]
   if not found:
-    raise FileNotFoundError(f'no file in {root} ends in {" or ".join(suffixes)}')
+    raise FileNotFoundError(
+      f'no file in {root} ends in {" or ".join(suffixes)}: set `suffixes` of this text '
+      'to the endings of its files'
+    )
   return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

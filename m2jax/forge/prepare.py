@@ -6,12 +6,13 @@ And what RL starts from. Where several processes train, all call `sft` and `lear
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,8 @@ from m2jax.train import workdir as workdir_lib
 from m2jax.train.loop import Run
 
 DEMONSTRATIONS = 'demonstrations.jsonl'
+
+_Made = TypeVar('_Made')
 
 
 def make_demonstrations(
@@ -73,7 +76,7 @@ def make_demonstrations(
       finally:
         await sandbox.shutdown()
 
-    made = asyncio.run(collect())
+    made = _finish(collect())
     if made and not any(demo.success == 1 for demo in made):
       why = ''
       if config.episodes.agent.author is not None:
@@ -84,6 +87,16 @@ def make_demonstrations(
       raise ValueError(f'none of {total} demonstrations solved its task{why}')
     demonstrations.write(path, made)
   return demonstrations.read(path)
+
+
+def _finish(coroutine: Coroutine[Any, Any, _Made]) -> _Made:
+  """The result of a coroutine, also in a notebook, whose thread runs a loop already."""
+  try:
+    asyncio.get_running_loop()
+  except RuntimeError:
+    return asyncio.run(coroutine)
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    return thread.submit(asyncio.run, coroutine).result()
 
 
 def recorded(config: ForgeConfig) -> list[tasks.Demonstration]:

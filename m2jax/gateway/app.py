@@ -36,6 +36,7 @@ def build(service: ChatService) -> fastapi.FastAPI:
   started_s, document = int(time.time()), openapi.document(config.model_name)
   # A redirect to a path with a slash would go to the host that the client names.
   app = fastapi.FastAPI(title='m2jax gateway', openapi_url=None, redirect_slashes=False)
+  paths = {'/v1/models', *(dialect.path for dialect in DIALECTS.values())}
   answered = dict(host=config.host, more=config.hosts, counters=counters)
   app.add_middleware(hosts.Hosts, **answered)
   bodies = Bodies(config.max_unfinished_bytes)
@@ -47,7 +48,11 @@ def build(service: ChatService) -> fastapi.FastAPI:
   @app.exception_handler(HTTPException)
   async def http_error(request: fastapi.Request, error: HTTPException):
     counters.add('requests_total', status=str(error.status_code))
-    message = f'{request.method} {request.url.path}: {error.detail}'
+    path = request.url.path
+    message = f'{request.method} {path}: {error.detail}'
+    meant = f'/v1{path.removeprefix("/v1")}'  # of a client with another base URL
+    if error.status_code == 404 and meant in paths:
+      message += f'; it is at {meant}: check the base URL of the client'
     body = ApiError(error.status_code, message).any_body()
     return JSONResponse(body, error.status_code, headers=error.headers)
 

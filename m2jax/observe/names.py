@@ -25,7 +25,7 @@ from m2jax.observe import optimizer_names, sample_names
 PHASES = {
   'pretrain': 'pre-training; MTP expansion: all parameters together',
   'frozen': 'MTP expansion: the new modules only',
-  'held_out': 'loss on held-out documents at the end of pre-training',
+  'held_out': 'loss on held-out documents or chats at the end of a job',
   'frozen_held_out': 'loss on held-out documents between rounds of MTP expansion',
   'sft': 'supervised fine-tuning',
   'more_sft': 'more fine-tuning, a control of reinforcement learning',

@@ -86,6 +86,21 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
   return [i * step for i in range(first, last + 1)]
 
 
+def _marks(
+  values: Sequence[float],
+  place: Callable[[float], float],
+  text: Callable[[float], str],
+) -> list[tuple[float, str]]:
+  """(coordinate, text) of ticks, with the digits of their step if two were the same."""
+  texts = [text(value) for value in values]
+  if len(set(texts)) < len(texts):
+    digits = math.ceil(-math.log10(values[1] - values[0]) - 1e-9)
+    texts = [f'{value:.{max(0, digits)}f}' for value in values]
+    if text is percent:
+      texts = [f'{100 * value:.{max(0, digits - 2)}f} %' for value in values]
+  return [(place(value), text) for value, text in zip(values, texts, strict=True)]
+
+
 def line_plot(
   series: Sequence[Series],
   *,
@@ -123,8 +138,8 @@ def line_plot(
   place_x = _scale(low, high, _LEFT, right)
   place_y = _scale(y_ticks[0], y_ticks[-1], base, _TOP)
   parts = [
-    *_y_axis([(place_y(t), y_format(t)) for t in y_ticks], right),
-    *_x_axis([(place_x(t), number(t)) for t in x_ticks], right, x_label),
+    *_y_axis(_marks(y_ticks, place_y, y_format), right),
+    *_x_axis(_marks(x_ticks, place_x, number), right, x_label),
     *(_drawn(s, place_x, place_y) for s in drawn),
   ]
   hover = {
@@ -168,7 +183,7 @@ def bar_plot(
   width = 0.8 * group / len(series)
   centres = [_digits(_LEFT + (i + 0.5) * group) for i in range(len(categories))]
   parts = [
-    *_y_axis([(place_y(t), percent(t)) for t in y_ticks], right),
+    *_y_axis(_marks(y_ticks, place_y, percent), right),
     *_x_axis(list(zip(centres, categories, strict=True)), right, x_label),
   ]
   for k, bars in enumerate(series):

@@ -175,8 +175,9 @@ class Learner:
       served: makes what `variables` returns of those of the state.
 
     Raises:
-      ValueError: model, row_tokens or micro_rows do not divide over the mesh.
+      ValueError: model or row_tokens do not divide over the mesh.
     """
+    config = dataclasses.replace(config, step=config.step.on(sharding))
     self._config, self._served = config, served
     self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()

@@ -58,8 +58,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   sizes = tuple(config.sizes.values())
   devices = jax.devices() if devices is None else devices
   if math.prod(sizes) > len(devices):
+    used = ' × '.join(f'{name}={size}' for name, size in config.sizes.items())
     raise ValueError(
-      f'mesh {config.sizes} needs {math.prod(sizes)} devices, there are {len(devices)}'
+      f'mesh: {used} needs {math.prod(sizes)} devices, there are {len(devices)}; set '
+      'its axes so that their product is at most that'
     )
   # TPUs have the attribute only where there are several slices.
   used = [d for d in devices[: math.prod(sizes)] if d.platform == 'tpu']

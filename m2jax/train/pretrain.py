@@ -181,6 +181,7 @@ def fit(
     ValueError: model or rows of a stage do not divide over its mesh, or its mesh has
       another number of devices than `sharding`.
   """
+  config = dataclasses.replace(config, step=config.step.on(sharding))
   trainer = make_trainer(config, model, only_mtp, sharding)
   first = placement.first(config, trainer.places, run, sharding)
   tx = trainer.optimizer(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.text import chat
 from m2jax.train import hosts as hosts_lib
-from m2jax.train import loop
+from m2jax.train import loop, pretrain
 from m2jax.train import step as train_step
 from m2jax.train.loop import LoopConfig, Run
 from m2jax.train.step import StepConfig
@@ -83,8 +84,9 @@ def fit(
       same arguments and its own `run.metrics`, and trains its own rows.
 
   Raises:
-    ValueError: model, row_tokens or micro_rows do not divide over the mesh.
+    ValueError: model or row_tokens do not divide over the mesh.
   """
+  config = dataclasses.replace(config, step=config.step.on(sharding))
   optimizer = optimizer_lib.make(config.optimizer, model, sharding)
   hosts = hosts_lib.find(sharding)
   train = train_step.make_step(model, optimizer, train_step.nll, config.step, sharding)
@@ -115,3 +117,22 @@ def fit(
     config.loop,
     run.with_host(**policy.host(model)),
   )
+
+
+def held_out(
+  config: SftConfig,
+  model: ModelConfig,
+  variables,
+  groups: Sequence[Sequence[forest.Sample]],
+  sharding: Sharding = ONE_DEVICE,
+) -> dict[str, float]:
+  """`loss` and `mtp_loss` of groups in nats per trained token, means over `tokens`.
+
+  Every process calls it with the same arguments.
+  """
+  rows = forest.merge(
+    list(itertools.chain.from_iterable(groups)),
+    row_tokens=config.row_tokens,
+    row_terms=config.row_tokens,
+  )
+  return pretrain.score(config.step.on(sharding), model, variables, [rows], sharding)

@@ -63,7 +63,8 @@ class StepConfig:
   """How a batch becomes an update.
 
   Attributes:
-    micro_rows: rows of one forward and backward pass.
+    micro_rows: rows of one forward and backward pass; jobs round it up to whole rows
+      for each device (`on`).
     mtp_weight: λ of the MTP loss.
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head.
     draft_weight: of the top-K KL of the MTP modules from the trunk; needs detach_mtp.
@@ -95,6 +96,12 @@ class StepConfig:
     if self.draft_weight:
       check(self.draft_top_k > 0, 'draft_top_k', 'at least 1 with a draft_weight')
       check(self.detach_mtp, 'detach_mtp', 'True with a draft_weight')
+
+  def on(self, sharding: Sharding) -> StepConfig:
+    """Of a job on a mesh: `micro_rows` rounded up so that it divides over the rows'
+    axes; the result of a step does not depend on it."""
+    shards = sharding.size('rows')
+    return dataclasses.replace(self, micro_rows=-(-self.micro_rows // shards) * shards)
 
   @property
   def comparison(self) -> draft_loss.Comparison | None:

@@ -80,9 +80,11 @@ def _claim(config: Any, workdir: Path, fresh: bool) -> None:
     if fresh:
       _empty(workdir)
     elif differing:
+      longer = f', --config.init_from={workdir} to train on from its weights'
       raise OtherRun(
         f'{workdir} holds a run with other settings ({"; ".join(differing)}): '
-        'give another --workdir, or --fresh to delete it and start anew'
+        f'give another --workdir{longer if "init_from" in now else ""}, or --fresh to '
+        'delete it and start anew'
       )
     else:
       return

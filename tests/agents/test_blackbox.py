@@ -335,7 +335,7 @@ def test_a_directory_that_shows_the_tasks_is_refused(folder, monkeypatch):
       blackbox.BlackboxConfig(command='x', read_only=(directory,))
   with pytest.raises(ValueError, match='read_only.*is none'):
     blackbox.BlackboxConfig(command='x', read_only=('/usr/none-such',))
-  with pytest.raises(ValueError, match='read_only.*hidden by the command'):
+  with pytest.raises(ValueError, match='read_only.*outside /tmp and /workspace'):
     blackbox.BlackboxConfig(command='x', read_only=('/tmp',))
   with pytest.raises(ValueError, match='BlackboxConfig.command'):
     blackbox.BlackboxConfig()

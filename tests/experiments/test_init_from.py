@@ -32,7 +32,7 @@ def convert(checkpoint, path):
 def losses(start, workdir, mesh, flags):
   """Of two steps from `start`."""
   flags = [f'--workdir={workdir}', f'--config.init_from={start}', *mesh, *flags]
-  settings = ('step.micro_rows=8', 'loop.steps=2', 'loop.log_every=1')
+  settings = ('loop.steps=2', 'loop.log_every=1')
   flags += [f'--config.pretrain.{setting}' for setting in settings]
   conftest.run('pretrain', *flags, variant=':smoke')
   return [r['loss'] for r in metrics_lib.read(workdir, 'pretrain')]
@@ -74,7 +74,6 @@ def test_the_main_job_starts_from_released_weights(tmp_path, released):
   # The tokenizer is of other text: many tokens a demonstration.
   flags += [f'--config.{field}' for field in LONG]
   flags += [f'--config.model.{field}' for field in conftest.SMALL]
-  flags += ['--config.sft.step.micro_rows=8', '--config.rl.learner.step.micro_rows=8']
   # SFT that changes nothing
   flags += ['--config.sft.optimizer.adam.learning_rate=0.0', '--config.rl.steps=1']
   flags += ['--config.sft.optimizer.weight_decay=0.0']

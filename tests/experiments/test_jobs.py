@@ -93,9 +93,11 @@ def test_sft_goes_on_from_a_checkpoint(pretrained, tuned):
   assert 0 < moved < 1
   losses = [r['loss'] for r in metrics_lib.read(tuned[0], 'sft')]
   assert losses[-1] < losses[0]
-  assert 'on 12 chats' in tuned[1]
+  (measured,) = metrics_lib.read(tuned[0], 'held_out')
+  assert measured['tokens'] > 0
+  assert f'on 11 chats; held-out loss {measured["loss"]:.3f}' in tuned[1]  # one of 12
   found = written(tuned[0])
-  assert set(found) == {'sft'} and unlisted(found) == []
+  assert set(found) == {'sft', 'held_out'} and unlisted(found) == []
 
 
 @pytest.mark.long

@@ -429,6 +429,11 @@ def test_status_codes(serve):
     reply = client.get(gateway.base_url + '/nothing')
     assert reply.status_code == 404
     assert '/v1/nothing' in reply.json()['error']['message']
+    root = gateway.base_url.removesuffix('/v1')
+    for without in (root, f'{root}/v1/v1'):
+      reply = client.post(f'{without}/chat/completions', json=OK)
+      assert reply.status_code == 404
+      assert 'is at /v1/chat/completions' in reply.json()['error']['message']
     assert client.head(gateway.base_url.removesuffix('/v1') + '/').status_code == 200
   reply = post(gateway, OK | {'model': 'gpt'})
   assert (reply.status_code, reply.json()['error']['code']) == (404, 'model_not_found')

@@ -439,6 +439,9 @@ def test_ticks_cover_the_range_in_round_steps(low, span):
   step = (ticks[-1] - ticks[0]) / (len(ticks) - 1)
   mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
   assert min(abs(mantissa - m) for m in (1, 2, 5)) < 1e-3
+  for text in (svg.number, svg.percent):
+    texts = [text for _, text in svg._marks(ticks, float, text)]
+    assert len(set(texts)) == len(texts), texts
 
 
 def test_a_report_is_replaced_only_by_a_whole_one(tmp_path):
