@@ -7,21 +7,29 @@ items have the newest first, evaluations (which have no item) too.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sqlalchemy as sa
 
 from m2jax import records
+from m2jax.observe import transcript
 from m2jax.pool import tables
+from m2jax.pool.database import Database
 from m2jax.pool.reader import Reader
 
 PHASES = ('rl', 'eval')
 _SEARCHED_ROWS = 400  # messages that one page decompresses at most
-# Columns of a listed trajectory; `messages` is whether it still has them.
+_INSTRUCTION_CHARS, _TITLE_CHARS = 120, 400  # of a row, of what is opened
+_KNOWN_INSTRUCTIONS = 10_000
+_BEFORE_CHARS, _AFTER_CHARS = 16, 60  # shown around what a search finds
+# Columns of a listed trajectory. `Page.rows` has three more.
 LISTED = (
   'row', 'session', 'item', 'rank', 'family', 'end_reason', 'success', 'wall_s',
   'tool_calls', 'tool_errors', 'total', 'superseded',
 )  # fmt: skip
+MORE = 'messages', 'instruction', 'hit'
 ITEM = 'index', 'task', 'group_size', 'attempt', 'state', 'reason', 'step'
 
 
@@ -34,6 +42,7 @@ class Condition:
     family, end_reason: exactly these.
     success: a verdict of 1, or one below.
     least_s, most_s: bounds on the wall-clock seconds.
+    first_row, last_row: bounds on the row.
     text: occurs in the messages, task, answer or error, in whatever case.
   """
 
@@ -43,6 +52,8 @@ class Condition:
   success: bool | None = None
   least_s: float | None = None
   most_s: float | None = None
+  first_row: int | None = None
+  last_row: int | None = None
   text: str = ''
 
   def __post_init__(self):
@@ -60,8 +71,11 @@ class Page:
   """Trajectories, the newest first, and their work items.
 
   Attributes:
-    items: [index, task, …] as in `ITEM`; empty for evaluations.
-    rows: trajectories as in `LISTED`, and whether each has messages.
+    items: [index, task, …] as in `ITEM`, without those that are pending and have no
+      trajectory yet; empty for evaluations.
+    rows: trajectories as in `LISTED`, with whether each has messages, the beginning of
+      what its task asks ('' once pruned) and, of a search, the text around the first
+      place where it has the text.
     before: where the next page begins; None after the last one.
   """
 
@@ -72,6 +86,10 @@ class Page:
 
 class PageReader(Reader):
   """`Reader` with queries for lists of any length."""
+
+  def __init__(self, database: Database):
+    super().__init__(database)
+    self._asked: dict[int, str] = {}  # instruction by `_asks`
 
   def page(self, where: Condition, before: int | None = None, n: int = 50) -> Page:
     """Up to n work items with their trajectories, or up to 8 n evaluations.
@@ -94,8 +112,8 @@ class PageReader(Reader):
     i = tables.items.c
     of = i.index if where.any else t.item
     query = sa.select(of).group_by(of).order_by(of.desc()).limit(n)
-    if not where.any:
-      query = query.where(found)
+    begun = (i.state != 'pending') | sa.exists().where(t.item == i.index)
+    query = query.where(begun if where.any else found)
     if before is not None:
       query = query.where(of < before)
     indices = [r[0] for r in self._read(query)]
@@ -103,7 +121,7 @@ class PageReader(Reader):
     if indices:
       query = _listed(where).where(found, t.item.in_(indices))
       rows = self._read(query.order_by(t.item.desc(), t.rank, t.row))
-    shown = _searched(where, rows)
+    shown = self._shown(where, rows)
     if not where.any:
       left = {r[LISTED.index('item')] for r in shown}
       kept = [x for x in indices if x in left]
@@ -118,7 +136,33 @@ class PageReader(Reader):
       query = query.where(t.row < before)
     rows = self._read(query)
     more = rows[-1].row if len(rows) == n else None
-    return Page([], _searched(where, rows), more)
+    return Page([], self._shown(where, rows), more)
+
+  def _shown(self, where: Condition, rows: list[sa.Row]) -> list[list[Any]]:
+    """`Page.rows` of rows: those that have the text, if there is one."""
+    asked = self._instructions(rows)
+    out = []
+    for r in rows:
+      hit = [_hit(where.text, r)] if where.text else []
+      if all(hit):
+        out.append([*r[: len(LISTED) + 1], asked.get(_asks(r), ''), *hit])
+    return out
+
+  def _instructions(self, rows: list[sa.Row]) -> dict[int, str]:
+    """Beginnings of what tasks ask by `_asks`, of groups read from one trajectory."""
+    if len(self._asked) > _KNOWN_INSTRUCTIONS:
+      self._asked = {}
+    t = tables.trajectories.c
+    new = {_asks(r): r.row for r in rows if r.has_messages}
+    for part in tables.parts([new[key] for key in new.keys() - self._asked.keys()]):
+      query = sa.select(t.row, t.item, t.messages).where(t.row.in_(part))
+      for row in self._read(query.where(t.messages.is_not(None))):
+        try:
+          found = _instruction(tables.messages(row.messages), _INSTRUCTION_CHARS)
+          self._asked[_asks(row)] = found
+        except ValueError:  # damaged: the page of the others is shown
+          self._asked[_asks(row)] = ''
+    return self._asked
 
   def _items(self, indices: list[int]) -> list[list[Any]]:
     table = tables.items
@@ -146,9 +190,9 @@ class PageReader(Reader):
     return found[:1] if beginning in found else found
 
   def trajectory(self, session: str) -> tuple[dict[str, Any], tuple | None] | None:
-    """A trajectory as in `LISTED` with task, error, answer and rewards; its messages.
+    """A trajectory's fields, and its messages, which are None once they are pruned.
 
-    The messages are None once they are pruned.
+    The fields are those of `LISTED`, task, error, answer, rewards and instruction.
     """
     table = tables.trajectories
     query = sa.select(table).where(table.c.session == session)
@@ -158,6 +202,7 @@ class PageReader(Reader):
     names = (*LISTED, 'task', 'error', 'answer', 'process', 'speed', 'perf')
     fields = {name: getattr(row, name) for name in names}
     messages = None if row.messages is None else tables.trajectory(row).messages
+    fields['instruction'] = _instruction(messages or (), _TITLE_CHARS)
     return fields, messages
 
   def recorded(
@@ -213,6 +258,27 @@ class PageReader(Reader):
     query = sa.select(state, sa.func.count()).group_by(state)
     return {r[0]: r[1] for r in self._read(query)}
 
+  def waiting(self) -> int:
+    """Number of pending work items that have no trajectory yet."""
+    i, t = tables.items.c, tables.trajectories.c
+    query = sa.select(sa.func.count()).where(i.state == 'pending')
+    return self._read(query.where(~sa.exists().where(t.item == i.index)))[0][0]
+
+  def trained(self) -> int | None:
+    """The last work item that a step took."""
+    i = tables.items.c
+    query = sa.select(i.index).where(i.state == 'taken')
+    found = self._read(query.order_by(i.step.desc(), i.index.desc()).limit(1))
+    return found[0][0] if found else None
+
+  def evaluated(self, after: int, until_s: float) -> int | None:
+    """Row of the last evaluation after a row that ended by a time."""
+    t, c = tables.trajectories.c, tables.completions.c
+    joined = sa.join(tables.trajectories, tables.completions, t.session == c.session)
+    query = sa.select(sa.func.max(t.row)).select_from(joined)
+    query = query.where(t.item < 0, t.row > after, c.ended_s <= until_s)
+    return self._read(query)[0][0]
+
   def kinds(self, after: int, last: int) -> list[tuple[bool, str, str, int]]:
     """(evaluation, family, end reason, number) of trajectories in rows after..last."""
     t = tables.trajectories.c
@@ -251,13 +317,33 @@ def _matching(where: Condition) -> sa.ColumnElement:
     found &= t.wall_s >= where.least_s
   if where.most_s is not None:
     found &= t.wall_s <= where.most_s
+  if where.first_row is not None:
+    found &= t.row >= where.first_row
+  if where.last_row is not None:
+    found &= t.row <= where.last_row
   return found
 
 
-def _searched(where: Condition, rows: list[sa.Row]) -> list[list[Any]]:
-  """The rows that have the text, without the columns in which it was searched."""
-  wanted, n = where.text.casefold(), len(LISTED) + 1
-  return [list(r)[:n] for r in rows if not wanted or wanted in _text(r).casefold()]
+def _asks(row: sa.Row) -> int:
+  """What has one task: a work item, or an evaluation (negative)."""
+  return row.item if row.item >= 0 else -row.row
+
+
+def _instruction(messages: Iterable[Mapping[str, Any]], n: int) -> str:
+  """The beginning of the first user message, on one line."""
+  asked = (m.get('content') for m in messages if m.get('role') == 'user')
+  text = transcript.plain_text(next(asked, ''))[: 10 * n]
+  line = ' '.join(text.split())
+  return line if len(line) <= n else line[:n] + '…'
+
+
+def _hit(text: str, row: sa.Row) -> str:
+  """The first place of a text in a row, with what is around it; '' if it has none."""
+  whole = _text(row)
+  if not (found := re.search(re.escape(text), whole, re.IGNORECASE)):
+    return ''
+  start, end = max(found.start() - _BEFORE_CHARS, 0), found.end() + _AFTER_CHARS
+  return '…' * (start > 0) + re.sub(r'\s', ' ', whole[start:end])
 
 
 def _text(row: sa.Row) -> str:

@@ -123,6 +123,23 @@ def _lock(workdir: Path) -> None:
   _locks[workdir] = file
 
 
+def in_use(workdir: Path) -> bool | None:
+  """Whether a process runs in a workdir; None if that is unknown: none locked it."""
+  workdir = workdir.resolve()
+  if workdir in _locks:  # this one, whose lock ends once any file of it is closed
+    return True
+  try:
+    file = open(workdir / _LOCK)
+  except OSError:
+    return None
+  with file:
+    try:
+      fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+      return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
+  return False
+
+
 def _empty(workdir: Path) -> None:
   for path in workdir.iterdir():
     if path.is_dir() and not path.is_symlink():

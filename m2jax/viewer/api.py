@@ -3,7 +3,7 @@
   GET  /view                        the page; nothing of the run is in it
   GET  /view/api/run                `Run.summary`
   GET  /view/api/list?phase=rl|eval&before=&family=&end_reason=&outcome=&least_s=
-         &most_s=&text=             `pages.Page`
+         &most_s=&rows=FIRST-LAST&text=   `pages.Page`
   GET  /view/api/group/ITEM         `bundle`, of a rollout group
   GET  /view/api/session/SESSION    `bundle`, of one trajectory
   GET  /view/api/annotations/SESSION
@@ -138,13 +138,14 @@ def add_routes(
 
 def _condition(given) -> tuple[Condition, int | None]:
   known = {'phase', 'before', 'family', 'end_reason', 'outcome', 'least_s', 'most_s'}
-  if unknown := set(given) - known - {'text'}:
+  if unknown := set(given) - known - {'rows', 'text'}:
     raise invalid('unknown parameter', sorted(unknown)[0])
   if (outcome := given.get('outcome', '')) not in _OUTCOMES:
     raise invalid(f'must be one of {sorted(filter(None, _OUTCOMES))}', 'outcome')
   if len(text := given.get('text', '')) > _MAX_TEXT_CHARS:
     raise invalid(f'longer than {_MAX_TEXT_CHARS} characters', 'text')
   before = given.get('before')
+  first, _, last = (rows := given.get('rows', '')).partition('-')
   try:
     where = Condition(
       given.get('phase', 'rl'),
@@ -153,6 +154,8 @@ def _condition(given) -> tuple[Condition, int | None]:
       _OUTCOMES[outcome],
       _number(given.get('least_s'), 'least_s'),
       _number(given.get('most_s'), 'most_s'),
+      _integer(first, 'rows') if rows else None,
+      _integer(last, 'rows') if rows else None,
       text,
     )
   except ValueError as error:

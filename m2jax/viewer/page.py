@@ -19,8 +19,8 @@ from markupsafe import escape
 STATIC = pathlib.Path(__file__).parent / 'static'
 _VENDOR = 'vendor/htm-preact.umd.js'
 _SCRIPTS = (
-  'data.js', 'color.js', 'tokens.js', 'transcript.js', 'timeline.js', 'tree.js',
-  'list.js', 'app.js',
+  'data.js', 'place.js', 'color.js', 'tokens.js', 'transcript.js', 'timeline.js',
+  'tree.js', 'list.js', 'app.js',
 )  # fmt: skip
 
 

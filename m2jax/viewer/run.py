@@ -7,15 +7,18 @@ import pathlib
 import threading
 from typing import Any
 
+from m2jax.observe import metrics
 from m2jax.pool import database
-from m2jax.pool.pages import LISTED, PageReader
+from m2jax.pool.pages import LISTED, MORE, PageReader
 from m2jax.rl import estimators
 from m2jax.text import json_lines, tokenizer
 from m2jax.text.tokenizer import Tokenizer
+from m2jax.train.workdir import in_use
 from m2jax.viewer.annotations import FILE, Annotations
 from m2jax.viewer.bundle import LOGPROB_UNIT, Bundles
 
 POOLS = 'pool.db', 'evaluation.db', 'served.db'
+_WRITTEN_LAST = 'report.html', 'evaluation.json'  # by experiments.forge and .evaluate
 SCHEMA = 1
 
 
@@ -53,6 +56,7 @@ class Run:
     self.annotations = Annotations(workdir / FILE)
     self._lock = threading.Lock()
     self._counted, self._kinds = 0, collections.Counter()
+    self._evaluated, self._stages = (0, 0), []
 
   def summary(self) -> dict[str, Any]:
     """What the page shows above its list; cheap, since pages ask for it again."""
@@ -63,16 +67,46 @@ class Run:
           self._kinds[tuple(kind)] += n
         self._counted = newest
       kinds = sorted(self._kinds.items())
+      stages = self._find_stages()
     return {
       'schema': SCHEMA,
       'run': self.reader.run(),
       'title': self.title,
+      'status': self._status(),
       'newest': newest,
       'states': self.reader.states(),
+      'waiting': self.reader.waiting(),
+      'trained': self.reader.trained(),
+      'stages': stages,
       'kinds': [[*kind, n] for kind, n in kinds],
-      'listed': [*LISTED, 'messages'],
+      'listed': [*LISTED, *MORE],
       'logprob_unit': LOGPROB_UNIT,
     }
+
+  def _status(self) -> str:
+    """'live' while the job works, 'finished', 'stopped', or '' if that is unknown."""
+    if running := in_use(self.workdir):
+      return 'live'
+    if any((self.workdir / name).exists() for name in _WRITTEN_LAST):
+      return 'finished'
+    return '' if running is None else 'stopped'
+
+  def _find_stages(self) -> list[list[Any]]:
+    """[name, first row, last row] of each evaluation, in the order of its record.
+
+    The pool has no stage: an evaluation has the rows that ended before its record and
+    after that of the one before it.
+    """
+    path = self.workdir / metrics.FILE_NAME
+    now = path.stat().st_size if path.exists() else 0, self._counted
+    if now != self._evaluated:
+      self._evaluated, self._stages, last = now, [], 0
+      for record in _evaluations(self.workdir):
+        before, found = last, self.reader.evaluated(last, record['time_s'])
+        if found is not None:
+          last = found
+          self._stages.append([_stage(record), before + 1, last])
+    return self._stages
 
   def close(self) -> None:
     """Closes the database."""
@@ -97,6 +131,21 @@ def find_pool(workdir: pathlib.Path) -> pathlib.Path:
 def _normaliser(learner: dict[str, Any]) -> str:
   kind = learner.get('algorithm') or 'cispo'
   return estimators.make(kind, normaliser=learner.get('normaliser')).normaliser
+
+
+def _evaluations(workdir: pathlib.Path) -> list[metrics.Record]:
+  try:
+    records = metrics.read(workdir, 'eval')
+  except metrics.MetricsError:
+    return []
+  return [r for r in records if r.get('family') == 'all']
+
+
+def _stage(record: metrics.Record) -> str:
+  return (
+    f'{record.get("stage")}, step {record["step"]}, {record.get("split")}, '
+    f'temperature {record.get("temperature", 1):g}'
+  )
 
 
 def _settings(workdir: pathlib.Path) -> dict[str, Any]:

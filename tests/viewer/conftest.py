@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import shutil
 
 import pytest
 
 from m2jax import records
+from m2jax.observe import metrics
 from m2jax.pool.data_pool import DataPool
 from m2jax.viewer import serving
 from m2jax.viewer.run import Run
@@ -68,6 +71,19 @@ def add_group(pool, item, step=None, text='a task', family='find'):
       {f's{item}.{r}-{t}': 2.0 * r - 1 for r in range(2) for t in range(2)},
     )
     pool.flush()
+
+
+def add_evaluation(pool, workdir, stage, sessions, time_s, temperature=1.0):
+  """Trajectories that end before a time, and the record of their evaluation at it."""
+  for s in sessions:
+    ended = completion(f'{s}-0', s, 0, [1, 2], [3])
+    pool.add_completion(dataclasses.replace(ended, ended_s=time_s - 1))
+    pool.add_trajectory(trajectory(s, -1, 0))
+  pool.flush()
+  record = dict(schema=metrics.SCHEMA, lineage=0, time_s=time_s, phase='eval', step=4)
+  record |= dict(stage=stage, split='dev', temperature=temperature, family='all')
+  with open(workdir / metrics.FILE_NAME, 'a') as file:
+    file.write(json.dumps(record) + '\n')
 
 
 @pytest.fixture(scope='module')

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
 
 import httpx
 import pytest
 
-from m2jax.pool.pages import Condition
+from m2jax import records
+from m2jax.pool.data_pool import DataPool
+from m2jax.pool.pages import LISTED, MORE, Condition
+from m2jax.viewer.run import Run
 from tests.viewer import conftest
 
 
@@ -38,6 +44,7 @@ def listed(client, **params):
     ({'text': 'seen by s0.1'}, ['s0.1']),
     ({'text': 'held', 'phase': 'eval'}, ['e0']),
     ({'before': '1'}, ['s0.0', 's0.1']),
+    ({'rows': '3-5'}, ['s2.0', 's1.0', 's1.1']),
   ],
 )
 def test_conditions(client, params, sessions):
@@ -59,6 +66,99 @@ def test_pages_have_everything_once(run, text):
   assert sessions == [s for s in every if not text or s[1] != '1']
 
 
+def rows(run, **where):
+  """The rows of a page as dicts."""
+  page = run.reader.page(Condition(**where))
+  return [dict(zip([*LISTED, *MORE], row, strict=False)) for row in page.rows]
+
+
+def test_rows_say_what_the_task_asks(tmp_path):
+  """The beginning of the first user message on one line, in evaluations too."""
+  long = 'Count the lines\n of ' + 200 * 'x'
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    conftest.add_group(pool, 0, text=long)
+    pool.add_trajectory(conftest.trajectory('e0', -1, 0, text='unlike'))
+    pool.flush()
+    with contextlib.closing(Run(tmp_path)) as run:
+      expected = ' '.join(long.split())[:120] + '…'
+      assert [r['instruction'] for r in rows(run)] == [expected] * 2
+      (bundled,) = run.bundles.session('s0.1')['trajectories']
+      assert bundled['instruction'] == ' '.join(long.split())
+
+
+def test_a_search_says_where_it_found_its_text(run):
+  """With what is around it, in whatever case; nothing else says so."""
+  (found,) = rows(run, text='SEEN BY S0.1')
+  assert 'seen by s0.1' in found['hit'] and found['hit'].startswith('…')
+  assert not any('hit' in row for row in rows(run))
+
+
+def test_groups_without_a_trajectory_are_counted_only(tmp_path):
+  """Of those that are pending; the last trained group is known."""
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    conftest.add_group(pool, 0, step=3)
+    conftest.add_group(pool, 1)
+    for index in range(2, 5):
+      pool.submit(records.WorkItem(index, 'a/spec', 2))
+    pool.flush()
+    with contextlib.closing(Run(tmp_path)) as run:
+      assert [item[0] for item in run.reader.page(Condition()).items] == [1, 0]
+      summary = run.summary()
+      assert summary['waiting'] == 3 and summary['trained'] == 0
+
+
+JOB = """
+import dataclasses, pathlib, sys
+from m2jax.train import workdir
+path = pathlib.Path(sys.argv[1])
+workdir.open_workdir(dataclasses.make_dataclass('Config', [])(), path)
+print(workdir.in_use(path), flush=True)
+input()
+"""
+
+
+def test_the_status_is_that_of_the_job(tmp_path):
+  """Live only while it runs, also if the page is its own; then stopped or finished."""
+  DataPool(f'sqlite:///{tmp_path}/pool.db').close()
+  with contextlib.closing(Run(tmp_path)) as run:
+    status = lambda: run.summary()['status']
+    assert status() == ''  # no job that locks its workdir
+    command = sys.executable, '-c', JOB, tmp_path
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes) as job:
+      assert job.stdout.readline() == 'True\n'
+      assert status() == status() == 'live'
+      job.kill()
+    assert status() == 'stopped'
+    (tmp_path / 'report.html').touch()
+    assert status() == 'finished'
+
+
+def test_stages_are_the_rows_before_their_records(tmp_path):
+  """A job writes trajectories of an evaluation, then its record; that of the last one
+  may be missing. The page of a stage has its trajectories only."""
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    add = lambda *args, **more: conftest.add_evaluation(pool, tmp_path, *args, **more)
+    with contextlib.closing(Run(tmp_path)) as run:
+      assert run.summary()['stages'] == []
+      add('after SFT', ['e0', 'e1'], 1000.0)
+      conftest.add_group(pool, 0)
+      add('after RL', ['e2'], 2000.0)
+      add('after RL', ['e3'], 3000.0, temperature=0.0)
+      pool.add_trajectory(conftest.trajectory('e4', -1, 0))
+      pool.flush()
+      found = {name: span for name, *span in run.summary()['stages']}
+      listed = {
+        name: [r['session'] for r in rows(run, phase='eval', first_row=a, last_row=b)]
+        for name, (a, b) in found.items()
+      }
+  assert listed == {
+    'after SFT, step 4, dev, temperature 1': ['e1', 'e0'],
+    'after RL, step 4, dev, temperature 1': ['e2'],
+    'after RL, step 4, dev, temperature 0': ['e3'],
+  }
+
+
 @pytest.mark.parametrize(
   'path, headers, status',
   [
@@ -70,6 +170,7 @@ def test_pages_have_everything_once(run, text):
     ('/view/api/list?phase=no', {}, 400),
     ('/view/api/list?limit=5', {}, 400),
     ('/view/api/list?before=x', {}, 400),
+    ('/view/api/list?rows=1', {}, 400),
     ('/view/api/list?before=99999999999999999999', {}, 400),
     ('/view/api/group/-1', {}, 400),
     ('/view/api/group/99', {}, 404),

@@ -34,7 +34,7 @@ def file(workdir, tmp_path_factory):
 def served(tab, file, link):
   """The tab with the page of a server, whose run has the file's annotations."""
   tab.goto(link)
-  tab.wait_for_selector('.row')
+  tab.wait_for_selector('.row.on')
   return tab
 
 
@@ -44,14 +44,15 @@ def opened(request, tab):
   if request.param == 'server':
     return request.getfixturevalue('served')
   tab.goto(request.getfixturevalue('file').as_uri())
-  tab.wait_for_selector('.row')
+  tab.wait_for_selector('.row.on')
   return tab
 
 
 def test_keyboard(served):
   """List, group, trajectory, views, search, help: without a mouse; focus is visible."""
   page = served
-  press(page, 'j')
+  assert page.get_attribute('.row.on', 'id') == 'row-g1'  # the last that was trained
+  press(page, 'k')
   assert page.get_attribute('.row.on', 'id') == 'row-g2'
   press(page, 'j', 'j')
   assert page.get_attribute('.row.on', 'id') == 'row-g0'
@@ -165,9 +166,11 @@ def test_prefix_tree(served):
 def test_a_trajectory_is_text_never_markup(opened):
   """Whatever a model or a tool writes, no element comes from it and no script runs."""
   page = opened
-  press(page, 'j', 'j', 'ArrowRight', 'j')
+  press(page, 'ArrowRight', 'j')
   page.wait_for_selector('.transcript')
   assert page.inner_text('.step.task pre') == conftest.HOSTILE
+  assert page.inner_text('.detail h2') == conftest.HOSTILE
+  assert page.title().startswith(conftest.HOSTILE)
   assert page.locator('#app img').count() == 0
   assert page.locator('#app b').filter(has_text='trail').count() == 0
   assert page.evaluate('window.hacked') is None
@@ -180,11 +183,11 @@ def test_live(tab, workdir, tmp_path):
     run = Run(tmp_path)
     with serving.serving(run, conftest.KEY) as link:
       tab.goto(link)
-      tab.wait_for_selector('#row-g0')
+      tab.wait_for_selector('#row-g0.on')
       assert 'key' not in tab.url  # it stays out of the history
       conftest.add_group(pool, 1)
       tab.wait_for_selector('#row-g1')
-      press(tab, 'j', 'ArrowRight', 'j')
+      press(tab, 'k', 'ArrowRight', 'j')
       tab.wait_for_selector('.notes')
       press(tab, 'n')
       tab.keyboard.type('<i>odd</i>')

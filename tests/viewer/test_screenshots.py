@@ -21,7 +21,7 @@ SIZES = {'desktop': (1400, 900), 'narrow': (420, 900)}
 GROUP = ('j',) * 12
 EDITED = (*GROUP, 'ArrowRight', *'jjjj')
 VIEWS = {
-  'empty': ((), '.detail.empty'),
+  'list': ((), '.row.on'),
   'group-tree': (GROUP, '.icicle'),
   'group-timeline': ((*GROUP, '2'), '.timeline svg'),
   'transcript': (EDITED, '.transcript'),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import numpy as np
+from playwright.sync_api import expect
 
-from tests.viewer import example
+from m2jax.pool.data_pool import DataPool
+from m2jax.viewer import serving
+from m2jax.viewer.run import Run
+from tests.viewer import conftest, example
 from tests.viewer.conftest import press
 
 GROUP_0 = ('j',) * 12  # the last of the list
@@ -62,7 +67,7 @@ def drawn(page, mode):
 
 def shown(page, link, keys, wait):
   page.goto(link)
-  page.wait_for_selector('.row')
+  page.wait_for_selector('.row.on')
   press(page, *keys)
   page.wait_for_selector(wait)
 
@@ -95,12 +100,27 @@ def test_each_token_has_the_colour_of_its_value(tab, example_link, example_run):
     assert different >= least, mode
 
 
+def test_tokens_open_at_the_first_that_was_sampled(tab, tmp_path):
+  """However long its prompt is; it is chosen, so that its terms are shown."""
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    pool.add_completion(conftest.completion('s-0', 's', 0, [5] * 3000, [7, 8]))
+    pool.add_trajectory(conftest.trajectory('s', -1, 0))
+    pool.flush()
+    with contextlib.closing(Run(tmp_path)) as run:
+      with serving.serving(run, conftest.KEY) as link:
+        tab.goto(f'{link}&session=s&tab=tokens')
+        chosen = tab.locator('.t[aria-current]')
+        expect(chosen).to_be_in_viewport()
+        expect(chosen).to_have_text('⟨7⟩')
+        assert '3000' in tab.inner_text('.inspect').split()
+
+
 def test_the_mask_tells_what_is_in_the_loss(tab, example_link):
   """A group whose trajectories all succeed has no advantage, and is in no loss."""
   assert all(example.succeeds(3, rank) for rank in range(example.RANKS))
-  keys = ('j',) * 9 + ('ArrowRight', 'j', '2')
+  keys = ('j',) * 6 + ('ArrowRight', 'j', '2')  # from group 9, the last that was taken
   shown(tab, example_link, keys, '.tokens .t')
-  assert tab.inner_text('.detail h2').startswith('Group 3, rank 0')
+  assert 'Group 3, rank 0' in tab.inner_text('.detail .about')
   tokens = drawn(tab, 'mask')
   assert {tuple(t['color']) for t in tokens if t['own']} == {(*UNUSED, 1)}
 

@@ -1,6 +1,5 @@
 // State, keyboard and layout.
 
-const EMPTY = { phase: 'rl', outcome: '', family: '', end_reason: '', least_s: '', most_s: '', text: '' };
 const POLL_MS = 3000;
 const TABS = {
   group: [['tree', 'Prefix tree'], ['timeline', 'Timeline']],
@@ -10,7 +9,7 @@ const TABS = {
 const KEYS = [
   ['j k ↓ ↑', 'next, previous'], ['→ ←', 'open, close a group'], ['Enter', 'open a group, read on the right'],
   ['1 2 3 4', 'views'], ['c', 'next colour'], ['/', 'search'], ['n', 'new note'],
-  ['t e', 'training, evaluations'], ['?', 'these keys'], ['Esc', 'back to the list; clear the search'],
+  ['t e', 'training, evaluations'], ['?', 'these keys'], ['Esc', 'back to the list, clear the search'],
 ];
 
 const named = (names, values) => Object.fromEntries(names.map((name, i) => [name, values[i]]));
@@ -20,18 +19,21 @@ const ITEM = ['index', 'task', 'group_size', 'attempt', 'state', 'reason', 'step
 function usePages(condition, summary) {
   const [pages, setPages] = useState({ items: [], rows: [], before: null, more: true });
   const state = useRef({ running: false, serial: 0 });
+  const page = (before) => source.page(rowsOf(condition, summary), before);
   const read = async (before, keep) => {
     const serial = state.current.serial;
     state.current.running = true;
     try {
-      const found = await source.page(condition, before);
+      const found = await page(before);
       if (serial !== state.current.serial) return;
       const items = found.items.map((item) => named(ITEM, item));
       const rows = found.rows.map((row) => named(summary.listed, row));
       setPages((old) => ({
         items: [...(keep ? old.items : []), ...items], rows: [...(keep ? old.rows : []), ...rows],
-        before: found.before, more: found.before !== null,
+        before: found.before, more: found.before !== null, condition,
       }));
+    } catch (error) {
+      if (serial === state.current.serial) setPages((old) => ({ ...old, more: false, error }));
     } finally {
       if (serial === state.current.serial) state.current.running = false;
     }
@@ -44,7 +46,7 @@ function usePages(condition, summary) {
   // New trajectories: the first page again, joined with those that were read.
   const refresh = async () => {
     if (state.current.running || condition.text) return;
-    const serial = state.current.serial, found = await source.page(condition, null);
+    const serial = state.current.serial, found = await page(null);
     if (serial !== state.current.serial) return;
     const items = found.items.map((item) => named(ITEM, item));
     const rows = found.rows.map((row) => named(summary.listed, row));
@@ -62,31 +64,45 @@ function joined(fresh, old, key) {
   return [...fresh, ...old.filter((x) => !known.has(x[key]))];
 }
 
-function useBundle(entry, summary) {
+const versionOf = (entry) => (entry?.kind === 'group' ? `${entry.item.state}${entry.rows.length}` : entry?.row.total);
+
+// The bundle of what is selected, in the list (`listed`) or not: again when that changes.
+function useBundle({ group, session }, key, listed, summary) {
   const [found, setFound] = useState({});
-  const key = entry && keyOf(entry);
-  const version = entry?.kind === 'group' ? `${entry.item.state}${entry.rows.length}` : entry?.row.total;
+  const version = versionOf(listed);
   useEffect(() => {
-    if (!entry) return undefined;
+    if (!summary || !key || (found.key === key && (!listed || found.version === version))) return undefined;
     let current = true;
     const load = async () => {
-      const group = entry.kind === 'group';
-      const data = await (group ? source.group(entry.item.index) : source.session(entry.row));
-      const notes = group ? [] : await source.annotations(entry.row.session);
-      const bundle = new Bundle(data, summary.logprob_unit, notes);
-      if (current) setFound({ key, bundle, notes });
+      const data = await (group ? source.group(group) : source.session(session));
+      const notes = group ? [] : await source.annotations(session);
+      const bundle = new Bundle(data, summary.logprob_unit, notes), entry = entryOf(bundle, group);
+      if (current) setFound({ key, bundle, notes, entry, version: versionOf(entry) });
     };
-    const timer = setTimeout(() => load().catch((error) => current && setFound({ key, error })), 40);
+    const timer = setTimeout(() => load().catch((error) => current && setFound({ key, error })), SETTLED_MS);
     return () => { current = false; clearTimeout(timer); };
-  }, [key, version]);
+  }, [key, version, Boolean(listed), Boolean(summary)]);
   const onNote = (note) => setFound((old) => ({ ...old, notes: [...(old.notes ?? []), note] }));
   return [found.key === key ? found : {}, onNote];
 }
 
-function Detail({ entry, summary, tab, setTab, mode, setMode, openTrajectory }) {
-  const [{ bundle, notes = [], error }, onNote] = useBundle(entry, summary);
-  if (!entry) return html`<main id="detail" class="detail empty"><p class="soft">Choose a trajectory
-    on the left: j and k move, ? lists all keys.</p></main>`;
+function entryOf(bundle, group) {
+  const { item, trajectories: rows } = bundle;
+  return group ? { kind: 'group', item, rows, level: 1 } : { kind: 'trajectory', row: rows[0], level: 1 };
+}
+
+// What it asks; the spec of the task once that is pruned.
+function titleOfEntry({ item, rows, row }, bundle) {
+  const [{ instruction, task } = {}] = bundle?.trajectories ?? [];
+  return printable(instruction || (row ?? rows[0])?.instruction || item?.task || task || row?.family);
+}
+
+function Detail({ entry, found: { bundle, notes = [], error }, summary, tab, setTab, mode, setMode,
+  openTrajectory, onNote, onBack }) {
+  const back = html`<button class="back" onClick=${onBack}>← List</button>`;
+  if (!entry) return html`<main id="detail" class="detail empty" tabindex="-1">${back}
+    ${error ? html`<p class="flag" role="alert">${error.message}</p>`
+      : html`<p class="soft">Choose a trajectory on the left: j and k move, ? lists all keys.</p>`}</main>`;
   const group = entry.kind === 'group', tabs = TABS[entry.kind];
   const shown = tabs.some(([name]) => name === tab) ? tab : tabs[0][0];
   const session = entry.row?.session;
@@ -98,7 +114,7 @@ function Detail({ entry, summary, tab, setTab, mode, setMode, openTrajectory }) 
       sessions: group ? bundle.trajectories.map((t) => t.session) : [session] }} />`,
   };
   return html`<main class="detail" id="detail" tabindex="-1" aria-label="Selected">
-    <${Head} entry=${entry} bundle=${bundle} />
+    ${back}<${Head} ...${{ entry, bundle, summary }} />
     <div role="tablist" class="tabs">${tabs.map(([name, label], i) => html`<button role="tab"
       id=${`tab-${name}`} aria-selected=${name === shown} onClick=${() => setTab(name)}>${label}
       ${' '}<kbd>${i + 1}</kbd></button>`)}</div>
@@ -108,22 +124,31 @@ function Detail({ entry, summary, tab, setTab, mode, setMode, openTrajectory }) 
     ${bundle && !group && html`<${Notes} ...${{ session, notes, onNote }} />`}</main>`;
 }
 
-function Head({ entry, bundle }) {
+function Head({ entry, bundle, summary }) {
+  const title = html`<h2>${titleOfEntry(entry, bundle)}</h2>`;
   if (entry.kind === 'group') {
     const { item, rows } = entry, good = rows.filter((r) => r.success >= 1).length;
-    return html`<header><h2>Group ${item.index} <span class="soft">${good} of ${rows.length} succeed,
+    return html`<header>${title}<p class="about">Group ${item.index}: ${good} of ${rows.length} succeed,
       ${' '}${item.state}${item.step == null ? '' : ` at step ${item.step}`}${
-        item.attempt ? `, attempt ${item.attempt + 1}` : ''}</span></h2>
+        item.attempt ? `, attempt ${item.attempt + 1}` : ''}</p>
       <p class="task">${printable(item.task)}</p>${item.reason && html`<p class="flag">${printable(item.reason)}</p>`}
       </header>`;
   }
   const { row } = entry, t = bundle?.trajectories[0];
-  return html`<header><h2>${row.item < 0 ? 'Evaluation' : `Group ${row.item}, rank ${row.rank}`}
-    ${' '}<span class=${`badge ${verdict(row)}`}>${Number(row.success).toFixed(2)}</span>
-    ${' '}<span class="soft">${printable(row.family)}, ended by ${row.end_reason},
+  const [stage] = row.item < 0 ? summary.stages.find(([, first, last]) => first <= row.row && row.row <= last) ?? [] : [];
+  return html`<header>${title}<p class="about">
+    <span class=${`badge ${verdict(row)}`}>${Number(row.success).toFixed(2)}</span>
+    ${' '}${row.item < 0 ? `Evaluation${stage ? ` ${stage}` : ''}` : `Group ${row.item}, rank ${row.rank}`}:
+    ${' '}${printable(row.family)}, ended by ${row.end_reason},
     ${' '}${row.wall_s.toFixed(2)} s, ${row.tool_calls} calls${row.tool_errors ? `, ${row.tool_errors} failed` : ''}${
-      row.total == null ? '' : `, return ${row.total.toFixed(3)}`}</span></h2>
+      row.total == null ? '' : `, return ${row.total.toFixed(3)}`}</p>
     <p class="task">${printable(t?.task ?? '')}<br />${row.session}</p></header>`;
+}
+
+// Whether the job works, or what the page last heard of it.
+function Status({ problem, status }) {
+  const shown = problem || (source.live || status !== 'live' ? status : 'written while it was live');
+  return html`<span class=${`status ${problem ? 'off' : status}`} role="status">${shown}</span>`;
 }
 
 function Help({ onClose }) {
@@ -164,13 +189,17 @@ function useKeyboard(act) {
 
 function App() {
   const [summary, setSummary] = useState(null), [problem, setProblem] = useState('');
-  const [condition, setCondition] = useState(EMPTY), [open, setOpen] = useState(new Set());
-  const [selected, setSelected] = useState(null), [help, setHelp] = useState(false);
-  const [tab, setTab] = useState('transcript'), [mode, setMode] = useState('logprob');
+  const [place, go] = usePlace(() => latest.current());
+  const [open, setOpen] = useState(new Set()), [help, setHelp] = useState(false);
+  const [mode, setMode] = useState('logprob');
+  const { group, session, tab, ...conditions } = place;
+  const condition = useMemo(() => conditions, [JSON.stringify(conditions)]);
+  const selected = group ? `g${group}` : session;
   const [pages, onEnd, refresh] = usePages(condition, summary);
-  const filtered = Object.keys(EMPTY).some((name) => name !== 'phase' && condition[name]);
-  const entries = useMemo(() => entriesOf(pages, condition.phase, open, filtered),
-    [pages, condition.phase, open, filtered]);
+  const filtered = Object.keys(condition).some((name) => name !== 'phase' && condition[name]);
+  const listed = useMemo(() => entriesOf(pages, condition.phase, open, filtered, selected),
+    [pages, condition.phase, open, filtered, selected]);
+  const [found, onNote] = useBundle(place, selected, listed.find((e) => keyOf(e) === selected), summary);
   const poll = async () => {
     try {
       const found = await source.summary();
@@ -190,18 +219,35 @@ function App() {
     return () => clearInterval(timer);
   }, []);
 
-  const at = entries.findIndex((e) => keyOf(e) === selected), entry = entries[at];
+  // What a link selects may be beyond the pages that were read: it comes first then.
+  const beyond = found.bundle && !filtered && pages.condition === condition && !listed.some((e) => keyOf(e) === selected);
+  const entries = !beyond ? listed : [...entriesOf({ items: group ? [found.entry.item] : [],
+    rows: found.bundle.trajectories }, group ? 'rl' : 'eval', open), ...listed];
+  const at = entries.findIndex((e) => keyOf(e) === selected), entry = entries[at] ?? found.entry;
   const toggle = (index, on) => setOpen((old) => {
     const next = new Set(old);
     if (on) next.add(index); else next.delete(index);
     return next;
   });
+  const choose = (name, value) => go({ group: '', session: '', [name]: String(value) });
   const select = (chosen, click) => {
-    if (click && chosen.kind === 'group') {
-      toggle(chosen.item.index, !chosen.open || keyOf(chosen) !== selected);
-    }
-    setSelected(keyOf(chosen));
+    if (chosen.kind !== 'group') return choose('session', chosen.row.session);
+    if (click) toggle(chosen.item.index, !chosen.open || keyOf(chosen) !== selected);
+    return choose('group', chosen.item.index);
   };
+  // On a wide screen something is always selected: first the last trained group.
+  useEffect(() => {
+    if (selected || NARROW.matches || pages.condition !== condition || !listed.length) return;
+    if (condition.phase === 'rl' && !filtered && summary.trained !== null) choose('group', summary.trained);
+    else select(listed.find((e) => e.kind !== 'group' || e.rows.length) ?? listed[0]);
+  }, [pages, selected]);
+  useEffect(() => {  // where the selection is stays open
+    if (entry?.level === 2) toggle(entry.row.item, true);
+  }, [selected, entry?.level]);
+  const title = entry && titleOfEntry(entry, found.bundle);
+  useEffect(() => {
+    if (summary) document.title = `${title ? `${title} · ` : ''}${summary.title} · trajectories`;
+  }, [title, summary?.title]);
   const step = (by) => {
     const next = entries[Math.min(Math.max(at + by, 0), entries.length - 1)];
     if (next) select(next);
@@ -209,19 +255,24 @@ function App() {
   };
   const focus = (id) => { document.getElementById(id)?.focus(); return true; };
   const openTrajectory = (t) => {
-    if (t.item >= 0) toggle(t.item, true);
-    setSelected(t.session);
+    choose('session', t.session);
     focus('detail');
   };
-  const phase = (name) => { setCondition({ ...EMPTY, phase: name }); setSelected(null); return true; };
-  const view = (i) => { const tabs = TABS[entry?.kind ?? 'group']; if (tabs[i]) setTab(tabs[i][0]); return true; };
+  const phase = (name) => { go({ ...START, tab, phase: name }); return true; };
+  const toList = () => {
+    if (!NARROW.matches) return focus('list');
+    choose('session', '');
+    requestAnimationFrame(() => focus('list'));
+    return true;
+  };
+  const view = (i) => { const tabs = TABS[entry?.kind ?? 'group']; if (tabs[i]) go({ tab: tabs[i][0] }); return true; };
   useKeyboard({
     j: () => step(1), k: () => step(-1),
     ArrowDown: (event) => onList(event) && step(1), ArrowUp: (event) => onList(event) && step(-1),
     ArrowRight: () => entry?.kind === 'group' && (toggle(entry.item.index, true), true),
     ArrowLeft: () => {
       if (entry?.kind === 'group') toggle(entry.item.index, false);
-      else if (entry && entry.level === 2) setSelected(`g${entry.row.item}`);
+      else if (entry && entry.level === 2) choose('group', entry.row.item);
       return true;
     },
     Enter: (event) => {
@@ -235,7 +286,8 @@ function App() {
     t: () => phase('rl'), e: () => phase('eval'),
     Escape: () => {
       if (help) setHelp(false);
-      else if (document.activeElement.id === 'search' && condition.text) setCondition({ ...condition, text: '' });
+      else if (document.activeElement.id !== 'search') return toList();
+      else go({ text: '' });
       return focus('list');
     },
   });
@@ -251,12 +303,15 @@ function App() {
         html`<button aria-pressed=${condition.phase === name} onClick=${() => phase(name)}>${label}
           ${' '}<span class="soft">${count(of)}</span></button>`)}</nav>
       <span class="soft states">${Object.entries(summary.states).map(([s, n]) => `${n} ${s}`).join(' · ')}</span>
-      ${source.live && html`<span class=${`live ${problem ? 'off' : ''}`} role="status">${problem || 'live'}</span>`}
+      <${Status} ...${{ problem, status: summary.status }} />
       <button class="helpkey" aria-label="Keys" onClick=${() => setHelp(true)}>?</button></header>
-    <div class="columns"><section class="side" aria-label="List">
-      <${Filters} ...${{ summary, condition, setCondition }} />
-      <${List} ...${{ entries, selected, onSelect: select, onEnd, more: pages.more, before: pages.before }} /></section>
-      <${Detail} ...${{ entry, summary, tab, setTab, mode, setMode, openTrajectory }} /></div>
+    <div class=${`columns ${selected ? 'reading' : ''}`}><section class="side" aria-label="List">
+      <${Filters} ...${{ summary, condition, go }} />
+      <${List} ...${{ entries, selected, onSelect: select, onEnd, more: pages.more, before: pages.before,
+        wanted: condition.text, error: pages.error, waiting: condition.phase === 'rl' && summary.waiting }} />
+      <${ListLegend} training=${condition.phase === 'rl'} /></section>
+      <${Detail} ...${{ entry, found, summary, tab, setTab: (name) => go({ tab: name }), mode, setMode,
+        openTrajectory, onNote, onBack: toList }} /></div>
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
 }
 

@@ -1,20 +1,11 @@
 // Where the data comes from: the API of a server, or elements of this file.
-// Both sources have: summary(), page(condition, before), group(item), session(row),
+// Both sources have: summary(), page(condition, before), group(item), session(session),
 // annotations(session), annotate(session, fields), live.
 
 const { html, render, h, useState, useEffect, useLayoutEffect, useRef, useMemo } = htmPreact;
 
-const keyInLink = new URLSearchParams(location.hash.slice(1)).get('key');
-
 class ApiSource {
   live = true;
-
-  constructor() {
-    if (keyInLink) {
-      sessionStorage.setItem('key', keyInLink);
-      history.replaceState(null, '', location.pathname);
-    }
-  }
 
   get key() { return sessionStorage.getItem('key') ?? ''; }
   set key(value) { sessionStorage.setItem('key', value.trim()); }
@@ -39,8 +30,8 @@ class ApiSource {
     return this.get(`list?${new URLSearchParams(used)}`);
   }
 
-  group(item) { return this.get(`group/${item}`); }
-  session(row) { return this.get(`session/${encodeURIComponent(row.session)}`); }
+  group(item) { return this.get(`group/${encodeURIComponent(item)}`); }
+  session(session) { return this.get(`session/${encodeURIComponent(session)}`); }
   annotations(session) { return this.get(`annotations/${encodeURIComponent(session)}`); }
 
   annotate(session, fields) {
@@ -83,9 +74,9 @@ class FileSource {
     while (next < all.length && performance.now() - begun < 150) {
       const [name, candidates] = all[next++];
       const bundle = await this.#chunk(name);
-      const texts = new Map(bundle.trajectories.map((t) => [t.session, textOf(t)]));
-      rows.push(...candidates.filter(
-        (row) => texts.get(row[column.session])?.includes(wanted)));
+      const hits = new Map(bundle.trajectories.map((t) => [t.session, hitOf(textOf(t), wanted)]));
+      rows.push(...candidates.map((row) => [...row, hits.get(row[column.session])])
+        .filter((row) => row.at(-1)));
     }
     return this.#answer(
       index, rows, column, condition, next < all.length ? next : null);
@@ -94,8 +85,7 @@ class FileSource {
   #answer(index, rows, column, condition, before) {
     if (condition.phase === 'eval') return { items: [], rows, before };
     const left = new Set(rows.map((row) => row[column.item]));
-    const any = !['family', 'end_reason', 'outcome', 'least_s', 'most_s', 'text']
-      .some((name) => condition[name]);
+    const any = !Object.keys(condition).some((name) => name !== 'phase' && condition[name]);
     return { items: any ? index.items : index.items.filter(([i]) => left.has(i)),
       rows, before };
   }
@@ -117,16 +107,15 @@ class FileSource {
 
   group(item) { return this.#chunk(`data-group-${item}`); }
 
-  async session(row) {
+  async session(session) {
     const index = await this.index();
-    let place = 0;
-    if (row.item < 0) {
-      const column = index.summary.listed.indexOf('session');
-      place = index.eval.findIndex((other) => other[column] === row.session);
-    }
-    const bundle = await this.#chunk(this.#element(index, row.item, place));
+    const [name, item] = ['session', 'item'].map((x) => index.summary.listed.indexOf(x));
+    const place = index.eval.findIndex((row) => row[name] === session);
+    const row = index.eval[place] ?? index.rl.find((row) => row[name] === session);
+    if (!row) throw new Error('the run has none of that name');
+    const bundle = await this.#chunk(this.#element(index, row[item], place));
     this.notes = bundle.annotations ?? {};
-    const own = (x) => x.session === row.session;
+    const own = (x) => x.session === session;
     return { ...bundle, trajectories: bundle.trajectories.filter(own),
       completions: bundle.completions.filter(own) };
   }
@@ -135,18 +124,34 @@ class FileSource {
 }
 
 function matches(row, column, condition) {
-  const { family, end_reason, outcome, least_s, most_s } = condition;
+  const { family, end_reason, outcome, least_s, most_s, rows } = condition;
   if (family && row[column.family] !== family) return false;
   if (end_reason && row[column.end_reason] !== end_reason) return false;
   if (outcome && (row[column.success] >= 1) !== (outcome === 'success')) return false;
   if (least_s && row[column.wall_s] < Number(least_s)) return false;
+  if (rows) {
+    const [first, last] = rows.split('-').map(Number);
+    if (row[column.row] < first || row[column.row] > last) return false;
+  }
   return !(most_s && row[column.wall_s] > Number(most_s));
 }
 
 function textOf(trajectory) {
   const texts = (trajectory.steps ?? []).map((step) => `${step[3]}\n${step[1]}`);
-  return [trajectory.task, trajectory.error, trajectory.answer, ...texts]
-    .join('\n').toLowerCase();
+  return [trajectory.task, trajectory.error, trajectory.answer, ...texts].join('\n');
+}
+
+// The first place of a lower-case text, with what is around it.
+function hitOf(text, wanted) {
+  const at = text.toLowerCase().indexOf(wanted), start = Math.max(at - 16, 0);
+  return at < 0 ? '' : (start ? '…' : '')
+    + text.slice(start, at + wanted.length + 60).replace(/\s/g, ' ');
+}
+
+// A condition as sources take it: a stage is the rows of its evaluation.
+function rowsOf({ stage, ...condition }, summary) {
+  const [, first, last] = summary.stages.find(([name]) => name === stage) ?? [];
+  return { ...condition, rows: last === undefined ? '' : `${first}-${last}` };
 }
 
 // The JSON value of an element, once the browser has read it completely.

@@ -1,10 +1,10 @@
 // The list on the left: groups with their trajectories, or evaluations. Only the rows
 // in view are in the document.
 
-const ROW_PX = 30;
+const rowPx = () => (NARROW.matches ? 50 : 30); // as in view.css
 
-// Rows as drawn: groups, below the open ones their trajectories.
-function entriesOf({ items, rows }, phase, open, allOpen) {
+// Rows as drawn: groups, below the open ones and that of the selection their trajectories.
+function entriesOf({ items, rows }, phase, open, allOpen, selected) {
   if (phase === 'eval') return rows.map((row) => ({ kind: 'trajectory', row, level: 1 }));
   const byItem = new Map();
   for (const row of rows) {
@@ -13,7 +13,8 @@ function entriesOf({ items, rows }, phase, open, allOpen) {
   }
   const entries = [];
   for (const item of items) {
-    const own = byItem.get(item.index) ?? [], shown = allOpen || open.has(item.index);
+    const own = byItem.get(item.index) ?? [];
+    const shown = allOpen || open.has(item.index) || own.some((row) => row.session === selected);
     entries.push({ kind: 'group', item, rows: own, open: shown, level: 1 });
     if (shown) own.forEach((row) => entries.push({ kind: 'trajectory', row, level: 2 }));
   }
@@ -22,8 +23,8 @@ function entriesOf({ items, rows }, phase, open, allOpen) {
 
 const keyOf = (entry) => (entry.kind === 'group' ? `g${entry.item.index}` : entry.row.session);
 
-function List({ entries, selected, onSelect, onEnd, more, before }) {
-  const ref = useRef(), [scroll, setScroll] = useState(0), [height, setHeight] = useState(800);
+function List({ entries, selected, wanted, waiting, onSelect, onEnd, more, before, error }) {
+  const ROW_PX = rowPx(), ref = useRef(), [scroll, setScroll] = useState(0), [height, setHeight] = useState(800);
   useEffect(() => {
     const watch = new ResizeObserver(() => setHeight(ref.current.clientHeight));
     watch.observe(ref.current);
@@ -37,45 +38,65 @@ function List({ entries, selected, onSelect, onEnd, more, before }) {
     else if (y + ROW_PX > box.scrollTop + box.clientHeight) {
       box.scrollTop = y + ROW_PX - box.clientHeight;
     }
-  }, [selected, at]);
+  }, [selected, at, ROW_PX]);
   const first = Math.max(0, Math.floor(scroll / ROW_PX) - 8);
   const last = Math.min(entries.length, Math.ceil((scroll + height) / ROW_PX) + 8);
   useEffect(() => { if (last >= entries.length) onEnd(); }, [last, entries.length, more, before]);
-  return html`<div class="list" ref=${ref} tabindex="0" role="tree" id="list"
+  return html`${waiting > 0 && html`<p class="soft pad waiting">${waiting} pending, without a trajectory yet</p>`}
+  <div class="list" ref=${ref} tabindex="0" role="tree" id="list"
     aria-label="Trajectories" aria-activedescendant=${at < 0 ? undefined : `row-${selected}`}
     onScroll=${(e) => setScroll(e.target.scrollTop)}>
     <div style=${{ height: `${entries.length * ROW_PX}px`, position: 'relative' }}>
       ${entries.slice(first, last).map((entry, i) => html`<${Row} key=${keyOf(entry)}
-        ...${{ entry, onSelect }} y=${(first + i) * ROW_PX} on=${keyOf(entry) === selected} />`)}
+        ...${{ entry, wanted, onSelect }} y=${(first + i) * ROW_PX} on=${keyOf(entry) === selected} />`)}
     </div>
-    ${more && html`<p class="soft pad">…</p>`}
+    ${error ? html`<p class="flag pad" role="alert">${error.message}</p>` : more && html`<p class="soft pad">…</p>`}
     ${!more && !entries.length && html`<p class="soft pad">No trajectory here yet, or none that
       meets the conditions.</p>`}
   </div>`;
 }
 
-function Row({ entry, y, on, onSelect }) {
+function Row({ entry, wanted, y, on, onSelect }) {
   const group = entry.kind === 'group';
   return html`<div id=${`row-${keyOf(entry)}`} class=${`row ${entry.kind}${on ? ' on' : ''}`} role="treeitem"
     aria-level=${entry.level} aria-selected=${on} aria-expanded=${group ? entry.open : undefined}
     style=${{ transform: `translateY(${y}px)` }} onClick=${() => onSelect(entry, true)}>
-    ${group ? html`<${GroupRow} entry=${entry} />` : html`<${TrajectoryRow} row=${entry.row} />`}</div>`;
+    ${group ? html`<${GroupRow} entry=${entry} />` : html`<${TrajectoryRow} ...${{ row: entry.row, wanted }} />`}</div>`;
 }
 
 function GroupRow({ entry: { item, rows, open } }) {
   const family = rows[0]?.family ?? item.task.split('?')[0].split('/').slice(2, 3)[0] ?? '';
   return html`<span class="caret" aria-hidden="true">${open ? '▾' : '▸'}</span>
     <span class="num">${item.index}</span><span class="name">${printable(family)}</span>
+    <${What} text=${rows[0]?.instruction} />
     <span class="dots" aria-label=${`${rows.filter((r) => r.success >= 1).length} of ${rows.length} succeed`}>
       ${rows.slice(0, 24).map((r) => html`<i class=${verdict(r)} />`)}</span>
     <span class="end">${item.state === 'taken' ? `step ${item.step}` : item.state}</span>`;
 }
 
-function TrajectoryRow({ row }) {
+// What a task asks, or where a search found its text.
+function What({ text, wanted }) {
+  const shown = printable(text), at = wanted ? shown.toLowerCase().indexOf(wanted.toLowerCase()) : -1;
+  const end = at + (wanted?.length ?? 0);
+  return html`<span class="what" title=${shown}>${at < 0 ? shown
+    : html`${shown.slice(0, at)}<mark>${shown.slice(at, end)}</mark>${shown.slice(end)}`}</span>`;
+}
+
+const VERDICTS = { good: 'succeeds', part: 'in part', bad: 'fails', masked: 'not counted: infrastructure failed, or superseded' };
+const STATES = { pending: 'rollouts run', completed: 'waits for a step', 'step n': 'taken by it', failed: 'given up' };
+
+function ListLegend({ training }) {
+  return html`<div class="legend pad" role="note" aria-label="Legend">${Object.entries(VERDICTS).map(
+    ([name, what]) => html`<span><i class=${name} />${what}</span>`)}
+    ${training && Object.entries(STATES).map(([name, what]) => html`<span><b>${name}</b> ${what}</span>`)}</div>`;
+}
+
+function TrajectoryRow({ row, wanted }) {
   return html`<i class=${`dot ${verdict(row)}`} aria-label=${verdict(row)} />
     <span class="num">${row.item < 0 ? '' : row.rank}</span>
     <span class="name">${row.end_reason === 'answer' ? printable(row.family) : row.end_reason}${
       row.superseded ? ' (superseded)' : ''}</span>
+    <${What} text=${row.hit ?? row.instruction} wanted=${row.hit && wanted} />
     <span class="val">${Number(row.success).toFixed(2)}</span>
     <span class="val">${row.tool_calls} calls</span>
     <span class="end">${row.wall_s.toFixed(1)} s</span>`;
@@ -87,8 +108,8 @@ function verdict(row) {
   return row.success > 0 ? 'part' : 'bad';
 }
 
-function Filters({ summary, condition, setCondition }) {
-  const set = (name) => (event) => setCondition({ ...condition, [name]: event.target.value });
+function Filters({ summary, condition, go }) {
+  const set = (name) => (event) => go({ [name]: event.target.value });
   const evaluation = condition.phase === 'eval';
   const kinds = summary.kinds.filter(([ofEval]) => ofEval === evaluation);
   const choices = (column) => [...new Set(kinds.map((kind) => kind[column]))].sort();
@@ -97,7 +118,7 @@ function Filters({ summary, condition, setCondition }) {
     ${values.map((v) => html`<option value=${v}>${printable(v)}</option>`)}</select>`;
   const [text, setText] = useState(condition.text);
   useEffect(() => {
-    const timer = setTimeout(() => text !== condition.text && setCondition({ ...condition, text }), 250);
+    const timer = setTimeout(() => text !== condition.text && go({ text }), 250);
     return () => clearTimeout(timer);
   }, [text]);
   useEffect(() => setText(condition.text), [condition.text]);
@@ -106,6 +127,8 @@ function Filters({ summary, condition, setCondition }) {
       maxlength="200" value=${text} onInput=${(e) => setText(e.target.value)} />
     ${select('outcome', 'outcome', ['success', 'failure'])}
     ${select('family', 'family', choices(1))}${select('end_reason', 'end', choices(2))}
+    ${evaluation && summary.stages.length > 0
+      && select('stage', 'stage', summary.stages.map(([name]) => name).reverse())}
     <span class="range"><${Seconds} label="least seconds" hint="min s" value=${condition.least_s}
       set=${set('least_s')} />–<${Seconds} label="most seconds" hint="max s" value=${condition.most_s}
       set=${set('most_s')} /></span>

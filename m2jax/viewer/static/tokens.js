@@ -19,6 +19,21 @@ function blocksOf(bundle, segments) {
   return blocks;
 }
 
+function has(block, place) {
+  const [s, i] = (place ?? '').split(':').map(Number);
+  return block.segment === s && block.start <= i && i < block.end;
+}
+
+// The place of the first token of a path that a trajectory sampled.
+function firstSampled(bundle, segments, session) {
+  for (const s of segments) {
+    const own = bundle.through[s].filter((c) => c.session === session);
+    const i = Math.max(0, Math.min(...own.map((c) => c.prompt_tokens)) - bundle.depths[s]);
+    if (i < bundle.segments[s][1].length) return `${s}:${i}`;
+  }
+  return null;
+}
+
 // Draws its content once it comes near the view.
 function Lazy({ children, lines, eager }) {
   const ref = useRef(), [near, setNear] = useState(Boolean(eager));
@@ -52,8 +67,9 @@ function spansOf(bundle, block, mode, limits) {
 }
 
 // A focusable strip: hovering or the arrow keys choose a token, whose values are shown.
-function Strip({ bundle, segments, mode }) {
-  const [chosen, setChosen] = useState(null), ref = useRef();
+// It opens at the token `start`, if there is one.
+function Strip({ bundle, segments, mode, start = null }) {
+  const [chosen, setChosen] = useState(start), ref = useRef();
   const blocks = useMemo(() => blocksOf(bundle, segments), [bundle, segments]);
   const limits = useMemo(() => limitsOf(mode, bundle), [mode, bundle]);
   const order = useMemo(() => new Map(segments.map((s, i) => [s, i])), [segments]);
@@ -62,7 +78,11 @@ function Strip({ bundle, segments, mode }) {
     element?.setAttribute('aria-current', 'true');
     return () => element?.removeAttribute('aria-current');
   }, [chosen]);
-  useEffect(() => setChosen(null), [bundle, segments]);
+  useLayoutEffect(() => {
+    setChosen(start);
+    const element = start && ref.current.querySelector(`[data-t="${start}"]`);
+    element?.scrollIntoView({ block: 'center' });
+  }, [bundle, segments]);
   const move = (step) => {
     let [s, i] = chosen ? chosen.split(':').map(Number) : [segments[0], -1];
     i += step;
@@ -82,15 +102,15 @@ function Strip({ bundle, segments, mode }) {
     event.stopPropagation();
     move(event.shiftKey ? 10 * step : step);
   };
-  const onOver = (event) => {
+  const onMove = (event) => { // not what scrolling puts below the pointer
     const place = event.target.dataset?.t;
     if (place) setChosen(place);
   };
   return html`<div class="strip">
-    <div class="tokens" ref=${ref} tabindex="0" role="group" onMouseOver=${onOver}
+    <div class="tokens" ref=${ref} tabindex="0" role="group" onMouseMove=${onMove}
       onKeyDown=${onKey} aria-label="Tokens: arrow keys move, Shift by ten">
       ${blocks.map((block, i) => html`<${Lazy} key=${`${block.segment}:${block.start}`}
-        eager=${i < 4} lines=${(block.end - block.start) / 20}>${() =>
+        eager=${i < 4 || has(block, start)} lines=${(block.end - block.start) / 20}>${() =>
           html`<${Block} ...${{ bundle, block, mode, limits }} />`}<//>`)}
     </div>
     <${Inspector} bundle=${bundle} chosen=${chosen} />
@@ -149,7 +169,7 @@ function Tokens({ bundle, session, mode, setMode }) {
         html`<option value=${i}>${i + 1}: to turn ${c.turn}${reasonOf(bundle, c)}</option>`)}
     </select></label>`}
     <${Legend} ...${{ mode, bundle }} /></div>
-    <${Strip} ...${{ bundle, segments, mode }} />`;
+    <${Strip} ...${{ bundle, segments, mode }} start=${firstSampled(bundle, segments, session)} />`;
 }
 
 // Why a branch began, if it did not begin with the trajectory.

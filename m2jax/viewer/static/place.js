@@ -1,0 +1,45 @@
+// The place in the run: selection, tab, phase and filters. The fragment of the address has
+// what differs from the start, so that a link, a reload and Back lead to it.
+
+const START = { group: '', session: '', tab: '', phase: 'rl', outcome: '', family: '', end_reason: '',
+  stage: '', least_s: '', most_s: '', text: '' };
+const SETTLED_MS = 40; // what a held key passes is neither read nor in the history
+const ADDRESS = location.href.split('#')[0];
+const NARROW = matchMedia('(max-width: 60rem)'); // as in view.css: one column
+
+// What the address says. A key in it is stored, and leaves it.
+function readPlace() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  if (given.has('key')) {
+    source.key = given.get('key');
+    given.delete('key');
+    history.replaceState(null, '', ADDRESS + (String(given) && `#${given}`));
+  }
+  const place = Object.fromEntries(Object.entries(START).map(([name, value]) => [name, given.get(name) ?? value]));
+  return { ...place, phase: place.phase === 'eval' ? 'eval' : 'rl' };
+}
+
+// A new entry of the history for a new selection, unless the page itself made the first.
+function writePlace(place) {
+  const before = readPlace();
+  const said = Object.entries(place).filter(([name, value]) => value !== START[name]);
+  const link = said.length ? `#${new URLSearchParams(said)}` : '';
+  if (link === location.hash) return;
+  const moved = ['group', 'session', 'phase'].some((name) => before[name] !== place[name]);
+  const first = !NARROW.matches && before.phase === place.phase && !before.group && !before.session;
+  history[moved && !first ? 'pushState' : 'replaceState'](null, '', ADDRESS + link);
+}
+
+function usePlace(onLink) {
+  const [place, setPlace] = useState(readPlace);
+  useEffect(() => {
+    const onHash = () => { setPlace(readPlace()); onLink(); };
+    addEventListener('hashchange', onHash);
+    return () => removeEventListener('hashchange', onHash);
+  }, []);
+  useEffect(() => {
+    const timer = setTimeout(() => writePlace(place), SETTLED_MS);
+    return () => clearTimeout(timer);
+  }, [place]);
+  return [place, (change) => setPlace((old) => ({ ...old, ...change }))];
+}
