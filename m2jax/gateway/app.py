@@ -50,9 +50,9 @@ def build(service: ChatService) -> fastapi.FastAPI:
     counters.add('requests_total', status=str(error.status_code))
     path = request.url.path
     message = f'{request.method} {path}: {error.detail}'
-    meant = f'/v1{path.removeprefix("/v1")}'  # of a client with another base URL
-    if error.status_code == 404 and meant in paths:
-      message += f'; it is at {meant}: check the base URL of the client'
+    if error.status_code == 404:  # of a client with another base URL
+      for meant in paths & {f'/v1{path}', path.removeprefix('/v1')}:
+        message += f'; it is at {meant}: check the base URL of the client'
     body = ApiError(error.status_code, message).any_body()
     return JSONResponse(body, error.status_code, headers=error.headers)
 

