@@ -353,6 +353,11 @@ def interruptible() -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     print('\nstopped: the same command resumes', file=sys.stderr)
+    if not DISTRIBUTED.value:  # else JAX has to tell the other processes
+      # A thread may still compile, and would crash when JAX is taken down.
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(INTERRUPTED)
     sys.exit(INTERRUPTED)
   finally:
     signal.signal(signal.SIGTERM, previous)

@@ -78,7 +78,7 @@ def check_progress(text, ended):
     assert 100 not in totals[:-1], text
 
 
-def start(job, *flags, variant='', output):
+def start(job, *flags, variant='', output, **environment):
   """Starts a main; standard output and error go to the file."""
   with open(output, 'w') as file:
     return processes.popen(
@@ -86,7 +86,7 @@ def start(job, *flags, variant='', output):
       stdout=file,
       stderr=subprocess.STDOUT,
       start_new_session=True,  # a process group of its own, as under a terminal
-      env={**os.environ, 'PYTHONUNBUFFERED': '1'},
+      env={**os.environ, 'PYTHONUNBUFFERED': '1', **environment},
     )
 
 

@@ -1,6 +1,7 @@
 """pretrain → sft → serve and more, as programs, on checkpoints of each other."""
 
 import json
+import os
 import re
 import signal
 
@@ -98,6 +99,21 @@ def test_sft_goes_on_from_a_checkpoint(pretrained, tuned):
   assert f'on 11 chats; held-out loss {measured["loss"]:.3f}' in tuned[1]  # one of 12
   found = written(tuned[0])
   assert set(found) == {'sft', 'held_out'} and unlisted(found) == []
+
+
+@pytest.mark.long
+def test_ctrl_c_while_it_compiles(tmp_path, tuned):
+  """In the middle of a compilation, which no other thread survives, too."""
+  output = tmp_path / 'output'
+  flags = [f'--checkpoint={tuned[0]}', '--port=0', *conftest.ENGINE]
+  job = conftest.start('serve', *flags, output=output, JAX_ENABLE_COMPILATION_CACHE='0')
+  try:
+    conftest.wait_for(output, 'compiling the engine 1 of', job)
+    os.killpg(job.pid, signal.SIGINT)
+    assert job.wait(120) == 130, output.read_text()
+  finally:
+    job.kill()
+  assert output.read_text().endswith('stopped: the same command resumes\n')
 
 
 @pytest.mark.long
