@@ -339,7 +339,16 @@ def run(
       raise
 
   console.install()
-  app.run(guarded, flags_parser=_parse)
+  try:
+    app.run(guarded, flags_parser=_parse)
+  except SystemExit as end:
+    if end.code == INTERRUPTED and not DISTRIBUTED.value:
+      # A thread may still compile, and crashes when JAX is taken down. (Of several
+      # processes JAX has to tell the others.)
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(INTERRUPTED)
+    raise
 
 
 @contextlib.contextmanager
@@ -353,11 +362,6 @@ def interruptible() -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     print('\nstopped: the same command resumes', file=sys.stderr)
-    if not DISTRIBUTED.value:  # else JAX has to tell the other processes
-      # A thread may still compile, and would crash when JAX is taken down.
-      sys.stdout.flush()
-      sys.stderr.flush()
-      os._exit(INTERRUPTED)
     sys.exit(INTERRUPTED)
   finally:
     signal.signal(signal.SIGTERM, previous)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 
 import httpx
 import numpy as np
@@ -109,6 +110,7 @@ def test_ctrl_c_while_it_compiles(tmp_path, tuned):
   job = conftest.start('serve', *flags, output=output, JAX_ENABLE_COMPILATION_CACHE='0')
   try:
     conftest.wait_for(output, 'compiling the engine 1 of', job)
+    time.sleep(2)  # traced
     os.killpg(job.pid, signal.SIGINT)
     assert job.wait(120) == 130, output.read_text()
   finally:
