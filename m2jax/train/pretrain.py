@@ -265,6 +265,7 @@ def held_out(
   Rows have the shape of the stage in which the batch before `step` was trained, and its
   mesh; None: of the last stage. Each document is read once.
   """
+  config = dataclasses.replace(config, step=config.step.on(sharding))
   stage = config.stages[-1 if step is None else config.stage_at(max(step - 1, 0))]
   place = placement.places(config, model, sharding)[stage]
   where = sharding if place is None else place.sharding
