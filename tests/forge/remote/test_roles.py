@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from m2jax.observe import metrics as metrics_lib
-from m2jax.pool import data_pool
+from m2jax.pool import data_pool, database, leases
 from tests import processes
 from tests.faults import witness
 from tests.forge.remote import roles_config
@@ -30,6 +30,17 @@ def served(roles: Roles) -> bool:
   """Whether the engine of several processes draws tokens, after new weights."""
   stats = roles.engine_stats(1)
   return bool(stats.get('weight_updates') and stats['sampled_tokens'])
+
+
+def holds_an_item(url: str, pid: int) -> bool:
+  """Whether an agents' process has a lease."""
+  opened, _ = database.open_database(url)
+  try:
+    with opened.engine.connect() as connection:
+      held = [lease.lease.partition('/')[0] for lease in leases.current(connection)]
+  finally:
+    opened.close()
+  return any(owner.endswith(f':{pid}') for owner in held)
 
 
 @pytest.mark.long
@@ -58,6 +69,9 @@ def test_every_role_and_the_database_are_killed(tmp_path, postgresql):
     both = ('engine', 'engine2')  # then every request fails until one has started
     for names in (both, (), ('agents',), ('gateway',), ('learner',), ('prefill',)):
       for name in names:
+        if name == 'agents':  # so that an attempt is lost
+          pid = roles.children[name].pid
+          roles.wait(lambda pid=pid: holds_an_item(url, pid))
         roles.kill(name)
       if not names:
         postgresql.kill()
