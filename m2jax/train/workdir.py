@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,7 @@ from m2jax.text import tokenizer
 
 _FILE = 'config.json'
 _LOCK = '.lock'
+_FLOCK = 'hhqqi0q'  # struct flock of a 64-bit Linux: type, whence, start, length, pid
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of some shared storage
 
 _locks: dict[Path, IO[str]] = {}  # open until the process ends
@@ -132,12 +134,14 @@ def in_use(workdir: Path) -> bool | None:
     file = open(workdir / _LOCK)
   except OSError:
     return None
+  # Only asked: a job that starts meanwhile must get the lock.
+  asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
   with file:
     try:
-      fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-      return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
-  return False
+      found = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+    except OSError:
+      return None
+  return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
 
 
 def _empty(workdir: Path) -> None:
