@@ -78,7 +78,7 @@ def percent(value: float) -> str:
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
   """Round values that cover [low, high]: steps of 1, 2 or 5 times a power of ten."""
   span = high - low
-  if not (span > 0 and math.isfinite(span)):
+  if not math.isfinite(span) or span <= 0 or math.isclose(low, high):
     return [low]
   magnitude = 10.0 ** math.floor(math.log10(span / about))
   step = next(m for m in (1, 2, 5, 10) if span / (m * magnitude) <= about) * magnitude
@@ -294,7 +294,7 @@ def _reduce(series: Series) -> Series:
 
 def _y_range(ys: Sequence[float]) -> tuple[float, float]:
   low, high = min(ys), max(ys)
-  if low == high:
+  if math.isclose(low, high):  # rounding is no change
     return (low - 1, high + 1) if low == 0 else (min(0, 2 * low), max(0, 2 * low))
   # Include zero unless it would flatten the curve.
   if 0 < low < 0.6 * high:
