@@ -1,4 +1,4 @@
-"""What a job is doing now, in words and counts, for whoever shows it.
+"""What a job is doing now, in words and counts, for views and logs.
 
 What takes long says so where it happens:
 

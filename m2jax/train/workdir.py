@@ -134,7 +134,7 @@ def in_use(workdir: Path) -> bool | None:
     file = open(workdir / _LOCK)
   except OSError:
     return None
-  # Only asked: a job that starts meanwhile must get the lock.
+  # Only asked: a job that starts now must get the lock.
   asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
   with file:
     try:
