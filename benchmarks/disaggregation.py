@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from benchmarks import sides
-from benchmarks.rollout import XLA_FLAGS, checked
+from benchmarks.rollout import checked
 
 # A separate set: tests also import programs with flags of the same names.
 FLAGS = flags.FlagValues()
@@ -69,7 +69,7 @@ def start(directory: str) -> dict[str, sides.Side]:
   if len(cores) < 2:
     raise SystemExit('this needs two cores')
   command = [sys.executable, '-m', 'benchmarks.disaggregation_worker']
-  environment = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': XLA_FLAGS}
+  environment = {'JAX_PLATFORMS': 'cpu'}
   places = dict(together=cores, prefill=cores[1:], decode=cores[:1])
   workers = {
     name: sides.Side(name, command, place, environment)

@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks import rollout_workload as workload
 from benchmarks.rollout_worker import model_config
+from m2jax import startup
 from m2jax.rollout import handover
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.disaggregated import Disaggregated
@@ -125,6 +126,7 @@ def prefill(address: str) -> PrefillServer:
 
 def main() -> None:
   answers, sys.stdout = sys.stdout, sys.stderr
+  startup.prepare()
   server = None
   for line in sys.stdin:
     command = json.loads(line)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from benchmarks import prefix_tree_rows
 from m2jax import config as model_config_lib
-from m2jax import forest, platforms, sharding
+from m2jax import forest, platforms, sharding, startup
 from m2jax.checkpoint import huggingface
 from m2jax.kernels import tree_attention
 from m2jax.kernels.token_logprobs import token_logprobs
@@ -42,7 +42,6 @@ class Settings:
   layers: int
   dtype: str
   threads: int
-  split_rows: bool
 
   @property
   def batch_tokens(self) -> int:
@@ -69,24 +68,13 @@ def rows_of_tokens(settings: Settings) -> np.ndarray:
   return np.random.default_rng(0).integers(0, 512, shape).astype(np.int32)
 
 
-def split_rows(settings: Settings) -> sharding.Sharding:
-  """Splits rows and experts over one CPU device per thread, if they divide evenly."""
-  threads = settings.threads
-  even = settings.rows % threads == model_config(settings).num_experts % threads == 0
-  if not settings.split_rows or not even:
-    return sharding.ONE_DEVICE
-  jax.config.update('jax_num_cpu_devices', threads)  # before the first use of jax
-  if jax.default_backend() != 'cpu':
-    return sharding.ONE_DEVICE
-  return sharding.make(sharding.MeshConfig(expert=threads))
-
-
 class Trainer:
   """The step as training runs it, and its parts."""
 
   def __init__(self, settings: Settings):
     self.settings = settings
-    self.where = split_rows(settings)
+    on_cpu = jax.default_backend() == 'cpu'  # else one, as transformers
+    self.where = sharding.make(sharding.MeshConfig(expert=-1 if on_cpu else 1))
     self.cfg = model_config(settings)
     self.optimizer = optimizer_lib.make(optimizer_config())
     self.state = train_step.new_state(
@@ -208,7 +196,8 @@ def timed(where, function, rows, integers, weights, axis=None) -> float:
 
 def main() -> None:
   answers, sys.stdout = sys.stdout, sys.stderr  # libraries print, too
-  platforms.own_only()  # as the jobs do
+  startup.prepare(startup.devices())  # as the jobs do
+  platforms.own_only()
   trainer = Trainer(Settings(**json.loads(sys.argv[1])))
   for line in sys.stdin:
     command = json.loads(line)

@@ -39,7 +39,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   c = forge_mixed.get_config('' if arm in (SFT, MIXED) else arm)
   c.seed = seed
   c.model.update(num_mtp_modules=0)
-  c.mesh.update(data=1)
+  c.mesh.update(expert=1)
   for domains in (c.tasks.domains, c.episodes.agent.domains, c.teacher.domains):
     del domains[LEFT_OUT]
   c.episodes.agent.contexts = {}

@@ -64,7 +64,7 @@ def scheduler_config(row: str, directory: str) -> SchedulerConfig:
     url = f'file://{directory}/'
     # A queue for all pages, so that the next row finds them.
     fields['kv_pool'] = KvPoolConfig(url, MEMORY_BYTES, queue_pages=1 << 16)
-  return SchedulerConfig(prefill_budget_tokens=4096, **fields)
+  return SchedulerConfig(**fields)
 
 
 def measure(

@@ -43,10 +43,10 @@ from absl import logging
 from benchmarks import prefix_tree_rows
 from benchmarks import prefix_tree_workloads as workloads
 from benchmarks.prefix_tree_rows import Kind
-from m2jax import forest
+from m2jax import forest, startup
 from m2jax.layers import prefix_cache
 from m2jax.rl import learner
-from m2jax.train import chunks, host_memory
+from m2jax.train import chunks
 from m2jax.train import step as train_step
 
 OBJECTIVE = learner.objective
@@ -330,7 +330,7 @@ def main() -> None:
   args = parser.parse_args()
   logging.set_verbosity(logging.INFO)
   if args.keep_memory:
-    host_memory.keep_freed()
+    startup.keep_freed()
   if args.merge:
     for row in merge_speed(args.rounds, CLOCKS[args.clock]):
       print(json.dumps(row), flush=True)

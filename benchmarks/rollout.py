@@ -70,7 +70,6 @@ _JSON = _flag('bool', 'json', False, 'print JSON')
 
 _OTHER = 'm2jax, in turn'
 PAUSE_S = 0.5  # until threads that spin for work are asleep
-XLA_FLAGS = '--xla_cpu_prefer_vector_width=512'
 
 
 def checked(side: sides.Side, do: str, **fields) -> dict:
@@ -91,7 +90,7 @@ def start() -> dict[str, sides.Side]:
     commands['vllm'] = [_VLLM_PYTHON.value, '-P', worker, 'vllm']
   if _TRANSFORMERS.value:
     commands['transformers'] = [_TORCH_PYTHON.value, '-P', worker, 'transformers']
-  environment = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': XLA_FLAGS}
+  environment = {'JAX_PLATFORMS': 'cpu'}
   return {
     name: sides.Side(name, command, cores, environment)
     for name, command in commands.items()
@@ -124,7 +123,7 @@ def of_round(requests: int, number: int) -> dict:
 def compare() -> dict:
   """All measurements: by workload and side, tokens/s of each round."""
   workers = start()
-  made = dict(slots=_SLOTS.value, devices=_THREADS.value)
+  made = dict(slots=_SLOTS.value)
   versions = {'m2jax': checked(workers['m2jax'], 'make', **made)['version']}
   if _OTHER in workers:
     checked(workers[_OTHER], 'make', **made, look_ahead=False)

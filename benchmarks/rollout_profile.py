@@ -1,6 +1,6 @@
 """Where the rollout engine's time goes: Python, dispatch, the parts of the device's.
 
-  python -m benchmarks.rollout_profile [--requests=64] [--devices=2]
+  python -m benchmarks.rollout_profile [--requests=64]
 
 Plays the workloads of `benchmarks.rollout` on its model, a batch of --requests and the
 agents' sessions, and prints a Markdown table of the engine thread's time: waiting for
@@ -28,9 +28,9 @@ import jax
 from absl import app, flags
 
 from benchmarks import rollout_worker, rollout_workload
+from m2jax import startup
 
 _REQUESTS = flags.DEFINE_integer('requests', 64, 'of a batch', lower_bound=1)
-_DEVICES = flags.DEFINE_integer('devices', 2, 'virtual devices', lower_bound=1)
 _TURNS = flags.DEFINE_integer('turns', 30, 'of each agent', lower_bound=1)
 
 CALLS = {
@@ -176,8 +176,8 @@ def table(found: dict[str, dict[str, float]]) -> str:
 def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  jax.config.update('jax_num_cpu_devices', _DEVICES.value)
-  server = rollout_worker.Server(64, _DEVICES.value, look_ahead=False, wrap=Timed)
+  startup.prepare(startup.devices())
+  server = rollout_worker.Server(64, look_ahead=False, wrap=Timed)
   sessions = dict(vars(rollout_workload.Sessions(turns=_TURNS.value)))
   requests = dict(requests=_REQUESTS.value, prompt=64, new=64)
   batch = lambda: server.batch(seed=0, **requests)

@@ -4,7 +4,7 @@
 
 One JSON command per line of stdin, one answer per line:
 
-  {"do": "make", "slots", "devices", "look_ahead"}    → {"version"}
+  {"do": "make", "slots", "look_ahead"}               → {"version"}
   {"do": "save", "directory"}                         → {}; writes the weights
   {"do": "batches", "requests", "prompt", "new", "seeds"}
                                       → {"seconds", "cpu_s", "tokens"}, of all of them
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks import rollout_workload as workload
-from m2jax import sharding
+from m2jax import platforms, sharding, startup
 from m2jax.checkpoint import huggingface
 from m2jax.config import ModelConfig
 from m2jax.rollout.api import GenerateRequest, SamplingParams
@@ -34,7 +34,7 @@ from m2jax.rollout.page_layout import Layout
 from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
 from m2jax.train import step as train_step
 
-PAGE_TOKENS = 8
+ON_ALL_CORES = sharding.MeshConfig(expert=-1)
 
 
 def model_config() -> ModelConfig:
@@ -49,22 +49,9 @@ def model_config() -> ModelConfig:
   )
 
 
-def engine_config(slots: int, groups: int = 1) -> EngineConfig:
-  """Sizes for `slots` in all; those of the result are of each group."""
-  of_group = lambda *rows: tuple({-(-min(r, slots) // groups) for r in rows})
-  return EngineConfig(
-    slots=slots // groups,
-    context_tokens=workload.CONTEXT,
-    page_tokens=PAGE_TOKENS,
-    pages=1 + max(slots * 256, 32 * workload.CONTEXT) // groups // PAGE_TOKENS,
-    decode_rows=of_group(8, 16, slots),
-    contexts=(128, 256, 512, 1024, 1536, workload.CONTEXT),
-    # Of a turn, with the last page's tokens, and of a prompt.
-    prefill_shapes=(
-      *((rows, 32) for rows in of_group(1, 8, 16)),
-      *((rows, 64) for rows in of_group(8, 32)),
-    ),
-  )
+def engine_config(slots: int) -> EngineConfig:
+  """As configs/serve.py: sizes, and nothing that is tuned."""
+  return EngineConfig(slots=slots, context_tokens=workload.CONTEXT)
 
 
 class Server:
@@ -73,15 +60,15 @@ class Server:
   def __init__(
     self,
     slots: int,
-    devices: int,
     look_ahead: bool = True,
+    mesh: sharding.MeshConfig = ON_ALL_CORES,
     wrap: Callable = lambda engine: engine,
   ):
     self.cfg = model_config()
     self.variables = train_step.init_variables(self.cfg, jax.random.key(0))
-    where = sharding.make(sharding.MeshConfig(expert=devices))
-    self.engine = wrap(Engine(self.cfg, engine_config(slots, devices), where))
-    config = SchedulerConfig(prefill_budget_tokens=4096, look_ahead=look_ahead)
+    where = sharding.make(mesh)
+    self.engine = wrap(Engine(self.cfg, engine_config(slots), where))
+    config = SchedulerConfig(look_ahead=look_ahead)
     self.scheduler = Scheduler(self.engine, self.variables, config=config).start()
 
   def batches(self, seeds: Sequence[int], **fields) -> dict:
@@ -148,8 +135,8 @@ def main() -> None:
     command = json.loads(line)
     do = command.pop('do')
     if do == 'make':
-      # XLA runs a batched matmul on one thread: experts of a layer on each core.
-      jax.config.update('jax_num_cpu_devices', command['devices'])
+      startup.prepare(startup.devices())
+      platforms.own_only()
       server = Server(**command)
       answer = {'version': f'jax {jax.__version__}'}
     elif do == 'save':

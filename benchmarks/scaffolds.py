@@ -75,7 +75,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   c.model.update(num_layers=args.layers, embed_dim=96, num_heads=6, num_kv_heads=2)
   c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=96)
   c.model.update(vocab_size=384, num_mtp_modules=0)
-  c.mesh.update(data=1)
+  c.mesh.update(expert=1)
   c.tasks = dict(kind='repair', steps=(1, args.steps))
   c.teacher = dict(kind='repair')
   c.engine.update(slots=32, decode_rows=(32,), contexts=(768,))

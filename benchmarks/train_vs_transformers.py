@@ -9,12 +9,11 @@ plain causal rows, in fp32, with the same AdamW settings on every parameter. A s
 forward, backward and update; m2jax's step is `train.step.make_step` with unrolled
 layers, like torch's. Each side runs in its own process (m2jax_worker.py and
 transformers_worker.py) on --threads cores; the two alternate step by step, so that
-other load on the machine affects both. On a CPU, m2jax splits rows and experts over one
-virtual device per thread, because XLA runs much of one device's program on one thread
-(--nosplit_rows: one device). Both processes use allocator settings that retain freed
-memory (--noreuse_memory: neither). transformers runs with sdpa attention; all of its
-experts implementations and all forms of AdamW are tried first, and the fastest
-combination is used. The losses of the first steps must agree.
+other load on the machine affects both. On a CPU m2jax's process is set up as every job
+sets up its own (`m2jax.startup`), and glibc retains freed memory in huge pages for
+transformers, too. It runs with sdpa attention; all of its experts implementations and
+all forms of AdamW are tried first, and the fastest combination is used. The losses of
+the first steps must agree.
 
 `of the matmul floor` is the fraction of a step that its counted operations (those that
 the result needs) would take at the speed of a plain dense matmul of T tokens, measured
@@ -57,9 +56,6 @@ _LAYERS = flags.DEFINE_integer(
 _THREADS = flags.DEFINE_integer(
   'threads', 2, 'CPU cores of each side', lower_bound=1, flag_values=FLAGS
 )
-_SPLIT_ROWS = flags.DEFINE_bool(
-  'split_rows', True, 'm2jax: one virtual CPU device per thread', flag_values=FLAGS
-)
 _DEVICE = flags.DEFINE_enum(
   'device', 'auto', ['auto', 'cpu'], 'auto: a GPU if any', flag_values=FLAGS
 )
@@ -74,12 +70,6 @@ _TORCH_PYTHON = flags.DEFINE_string(
   'torch_python',
   sys.executable,
   'Python that has torch and transformers',
-  flag_values=FLAGS,
-)
-_REUSE_MEMORY = flags.DEFINE_bool(
-  'reuse_memory',
-  True,
-  'glibc retains freed memory, in huge pages, on both sides',
   flag_values=FLAGS,
 )
 _EXPERTS = flags.DEFINE_list(
@@ -102,7 +92,7 @@ _EXPERTS_GB = flags.DEFINE_float(
 )
 _JSON = flags.DEFINE_bool('json', False, 'print JSON', flag_values=FLAGS)
 
-# As in the Makefile, with a single arena: additional arenas return freed memory.
+# Of transformers, what `startup.prepare` sets for m2jax.
 TUNABLES = ':'.join(
   [
     'glibc.malloc.arena_max=1',
@@ -111,10 +101,6 @@ TUNABLES = ':'.join(
     'glibc.malloc.trim_threshold=4294967296',
   ]
 )
-# By default XLA uses 256-bit vectors even if the CPU has wider ones.
-XLA_FLAGS = '--xla_cpu_prefer_vector_width=512'
-# With one device per thread, a schedule for concurrency within a device gains nothing.
-SPLIT_XLA_FLAGS = '--xla_cpu_enable_concurrency_optimized_scheduler=false'
 PARTS = ('attention', 'experts', 'head', 'optimizer', 'rest')
 PAUSE_S = 0.3  # until threads that spin for work are asleep
 LOSS_TOLERANCE = {'float32': 1e-4, 'bfloat16': 5e-2}
@@ -137,18 +123,11 @@ def operations(cfg) -> float:
   return prefix_tree_rows.Operations(rows * length, pairs).flops(cfg)
 
 
-def side(name: str, command: list[str]) -> sides.Side:
-  """A worker with the settings of memory, threads and vectors of both sides."""
-  environment = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}  # torch uses the GPU, too
-  if _REUSE_MEMORY.value:
-    environment['GLIBC_TUNABLES'] = TUNABLES
+def side(name: str, command: list[str], **environment: str) -> sides.Side:
+  """A worker on the cores of its side."""
+  environment['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'  # torch uses the GPU, too
   if _DEVICE.value == 'cpu':
     environment['JAX_PLATFORMS'] = 'cpu'
-  xla_flags = [XLA_FLAGS]
-  if _SPLIT_ROWS.value:
-    xla_flags.append(SPLIT_XLA_FLAGS)
-  xla_flags.append(os.environ.get('XLA_FLAGS', ''))  # the last one takes effect
-  environment['XLA_FLAGS'] = ' '.join(xla_flags).strip()
   return sides.Side(name, command, sides.cores(_THREADS.value), environment)
 
 
@@ -242,7 +221,7 @@ def compare() -> dict:
     ours = side('m2jax', m2jax_command())
     weights = os.path.join(directory, 'weights')
     us = ours.ask('save', directory=weights)
-    theirs = side('transformers', torch_command(weights))
+    theirs = side('transformers', torch_command(weights), GLIBC_TUNABLES=TUNABLES)
     chosen, tried = fastest_torch(theirs, cfg)
     them = theirs.ask('make', **chosen)
     if {us['device'], them['device']} not in ({'cpu'}, {'gpu', 'cuda'}):

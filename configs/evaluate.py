@@ -27,7 +27,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   job = forge.get_config()
   c = ml_collections.ConfigDict()
   c.temperatures = (1.0, 0.0)
-  c.mesh = dataclasses.asdict(sharding.MeshConfig())  # several processes: all devices
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(expert=-1))  # a device per core
   for field in dataclasses.fields(RolloutConfig):
     if field.name != 'model':
       c[field.name] = job[field.name]

@@ -33,7 +33,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
   c.model = dataclasses.asdict(model_config.tiny())
-  c.mesh = dataclasses.asdict(sharding.MeshConfig(data=2))  # a device per core
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(expert=-1))  # a device per core
   c.eval_tasks = 300  # held-out tasks per evaluation, one episode each
   c.dev_tasks = 210  # development tasks per evaluation after each phase
   c.start = ''  # workdir whose demonstrations, tokenizer and SFT weights are reused

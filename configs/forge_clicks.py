@@ -23,7 +23,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     raise ValueError(f'unknown variant {variant!r}: want smoke')
   c = forge.get_config(variant)
   c.model = dataclasses.asdict(dataclasses.replace(model_config.tiny(), num_layers=2))
-  c.mesh.data = 1
+  c.mesh.expert = 1
   del c.tasks, c.teacher
   c.tasks = dict(kind='clicks', spare_calls=2)
   c.teacher = dict(kind='clicks')

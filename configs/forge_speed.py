@@ -28,7 +28,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = forge.get_config(variant)
   model = dataclasses.replace(model_config.tiny(), vocab_size=384, num_layers=2)
   c.model = dataclasses.asdict(model)
-  c.mesh.data = 1
+  c.mesh.expert = 1
   del c.tasks, c.teacher
   c.tasks = dict(kind='fetch', latency_s=(0.04, 0.12))  # of a call
   c.teacher = dict(kind='fetch', parallel=0.3)

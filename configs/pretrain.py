@@ -42,7 +42,7 @@ def get_config(variant: str = 'tiny') -> ml_collections.ConfigDict:
     mixture=dict(cap=4.0, floor=0.5, gain=4.0, epoch=1.0),
     join_from_context=0,  # stages of this context or more read joined documents
   )
-  c.mesh = dataclasses.asdict(sharding.MeshConfig())  # one device
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(expert=-1))  # a device per core
   c.init_from = ''  # a run's workdir, or a directory in the released format
   c.tokenizer = ''  # path of a tokenizer.json; empty trains one on the text
   c.tokenizer_files = 200  # that it is trained on

@@ -53,7 +53,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     thinking=False,  # True: only attempts of which each message has thinking
   )
   c.sample = fields.complete(c.sample, SampleConfig)
-  c.mesh = dataclasses.asdict(sharding.MeshConfig())
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(expert=-1))
   c.engine, c.scheduler = job.engine, job.scheduler
   c.gateway = serve.get_config().gateway
   return c

@@ -30,7 +30,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   if variant:
     raise ValueError(f'unknown variant {variant!r}: there is none')
   c = ml_collections.ConfigDict()
-  c.mesh = dataclasses.asdict(sharding.MeshConfig())  # several processes: all devices
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(expert=-1))  # a device per core
   c.gateway = dict(
     model_name='m2jax',
     host='127.0.0.1',

@@ -84,7 +84,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   row = ml_collections.ConfigDict(copy.deepcopy(SUITES[variant]))
   c.suite = fields.complete(row, SuiteConfig)
   served = serve.get_config()
-  c.mesh = dataclasses.asdict(sharding.MeshConfig())
+  c.mesh = dataclasses.asdict(sharding.MeshConfig(expert=-1))
   for name in ('engine', 'scheduler', 'gateway'):
     c[name] = served[name]
   return c

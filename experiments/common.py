@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import importlib.util
 import logging as std_logging
-import math
 import os
 import pathlib
 import re
@@ -89,29 +88,17 @@ def values() -> dict[str, Any]:
     raise BadInput(f'--config: {_last_line(error)}') from error
 
 
-def virtual_devices(mesh: MeshConfig) -> None:
-  """Divides the CPU into the number of devices of `mesh`, and keeps freed memory.
+def start(mesh: MeshConfig) -> None:
+  """Sets up the process (`m2jax.startup`); call it before jax is used.
 
-  Call it before jax is used. XLA runs much of one device's program on one thread, so
-  that a mesh over the CPU's cores is faster than one device. JAX_NUM_CPU_DEVICES and
-  XLA_FLAGS take precedence; GPUs and TPUs are not affected.
+  A CPU is divided into the devices of `mesh`, whose axis of -1 gets what the others
+  leave of `startup.devices`. With --distributed each process is one device.
   """
-  import jax
+  from m2jax import startup
 
-  from m2jax.train import host_memory
-
-  if jax.config.jax_platforms == 'cpu' or not _accelerator_installed():
-    host_memory.keep_freed()
-  flags_set = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
   several = flags.FLAGS.is_parsed() and DISTRIBUTED.value
-  if jax.config.jax_num_cpu_devices < 0 and not flags_set and not several:
-    jax.config.update('jax_num_cpu_devices', math.prod(mesh.sizes.values()))
-
-
-def _accelerator_installed() -> bool:
-  """Whether jax may find a TPU or GPU: its packages are here."""
-  names = 'libtpu', 'jax_cuda12_plugin', 'jax_cuda13_plugin', 'jax_rocm7_plugin'
-  return any(importlib.util.find_spec(name) for name in names)
+  devices = mesh.over(max(startup.devices(), mesh.size)).size
+  startup.prepare(None if several else devices)
 
 
 _HELD_OUT = 'held-out loss'
@@ -202,13 +189,15 @@ def make_sharding(mesh: MeshConfig, field: str = 'config.mesh') -> Sharding:
   from m2jax import platforms, sharding
 
   platforms.own_only()
-  size, devices = math.prod(mesh.sizes.values()), jax.device_count()
-  if jax.process_count() > 1 and size == 1:
-    mesh = dataclasses.replace(mesh, fsdp=devices)
+  devices = jax.device_count()
+  if jax.process_count() > 1 and mesh.size == 1:
+    sizes = dict.fromkeys(mesh.sizes, 1)
+    mesh = dataclasses.replace(mesh, **sizes | {'fsdp': devices})
     logging.info('%s: all %d devices, fsdp=%d', field, devices, devices)
-  elif jax.process_count() > 1 and size != devices:
+  mesh = mesh.over(devices)
+  if jax.process_count() > 1 and mesh.size != devices:
     raise BadInput(
-      f'{field} has {size} devices, the {jax.process_count()} processes have '
+      f'{field} has {mesh.size} devices, the {jax.process_count()} processes have '
       f'{devices}: set --{field}.data, fsdp, expert, tensor and context so that '
       f'their product is {devices}'
     )

@@ -60,7 +60,7 @@ def opened(
   engine = common.build(EngineConfig, values['engine'], 'config.engine')
   scheduler = common.build(SchedulerConfig, values['scheduler'], 'config.scheduler')
   mesh = common.build(MeshConfig, values['mesh'], 'config.mesh')
-  common.virtual_devices(mesh)
+  common.start(mesh)
   sharding = common.make_sharding(mesh)
   found = served.load(checkpoint, step, sharding, engine.weights_dtype)
   with (

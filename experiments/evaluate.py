@@ -40,7 +40,7 @@ def main():
   values, workdir = common.values(), common.workdir()
   temperatures = values.pop('temperatures')
   mesh = common.build(MeshConfig, values.pop('mesh'), 'config.mesh')
-  common.virtual_devices(mesh)
+  common.start(mesh)
   common.join_processes()
   sharding = common.make_sharding(mesh)
   found = served.load(

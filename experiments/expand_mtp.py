@@ -38,7 +38,7 @@ def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
   if not config.init_from:
     raise common.BadInput('--config.init_from is missing: give the workdir of a run')
-  common.virtual_devices(config.mesh)
+  common.start(config.mesh)
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
   start = initial.load(config.init_from, sharding=sharding)

@@ -73,7 +73,7 @@ def _serve(config: ForgeConfig) -> None:
   modules = {'prefill': prefill, 'gateway': gateway, 'agents': agents}
   meshes = {'engine': roles.engine_mesh, 'prefill': roles.prefill_mesh}
   if ROLE.value in meshes:
-    common.virtual_devices(meshes[ROLE.value])
+    common.start(meshes[ROLE.value])
   try:
     if ROLE.value == 'engine':
       common.join_processes()
@@ -104,7 +104,7 @@ def _serve(config: ForgeConfig) -> None:
 
 def _learn(config: ForgeConfig) -> None:
   """The learner, or the whole run in one process, until it is complete."""
-  common.virtual_devices(config.mesh)
+  common.start(config.mesh)
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
   workdir = common.workdir()

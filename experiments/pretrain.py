@@ -158,7 +158,7 @@ def given_weights(config: Config, sharding: Sharding) -> dict[str, Any] | None:
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
-  common.virtual_devices(config.mesh)
+  common.start(config.mesh)
   process = common.join_processes()
   sharding = common.make_sharding(config.mesh)
   settings = dataclasses.replace(  # the same on any mesh

@@ -68,7 +68,7 @@ def main():
       'a key. Give --workdir: with its keys/reward agents begin episodes, and get '
       'their keys (docs/agents.md)'
     )
-  common.virtual_devices(mesh)
+  common.start(mesh)
   common.join_processes()
   sharding = common.make_sharding(mesh)
   found = served.load(CHECKPOINT.value, STEP.value, sharding, engine.weights_dtype)

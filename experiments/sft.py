@@ -53,7 +53,7 @@ class Config:
 
 def main():
   config, workdir = common.build(Config, common.values()), common.workdir()
-  common.virtual_devices(config.mesh)
+  common.start(config.mesh)
   process = common.join_processes()
   mesh = common.make_sharding(config.mesh)
   if not os.path.isfile(config.demonstrations):

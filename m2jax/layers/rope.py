@@ -9,6 +9,7 @@ Axes: T tokens, R rotary dim; half = R/2.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
 from m2jax.axes import Array, Float, Int
 
@@ -20,4 +21,5 @@ def tables(
   dtype = jnp.promote_types(dtype, jnp.float32)
   j = jnp.arange(rotary_dim // 2, dtype=dtype)
   angle = position[..., None].astype(dtype) * theta ** (-2 * j / rotary_dim)
-  return jnp.cos(angle), jnp.sin(angle)
+  # Else XLA computes them again wherever a head is rotated.
+  return lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))

@@ -215,14 +215,13 @@ def serve(config: PlanConfig, placed: Placed, where: sharding_lib.Sharding) -> P
   where = placement.serving(cfg, where)
   where.check_batch(load.rows)
   rows, positions = load.rows, load.context + load.new_tokens
-  slots = rows // where.size('rows')
   engine_config = EngineConfig(
-    slots=slots,
+    slots=rows,
     context_tokens=positions,
     page_tokens=config.page_tokens,
-    decode_rows=(slots,),
+    decode_rows=(rows,),
     contexts=(positions,),
-    prefill_shapes=((slots, load.new_tokens),),
+    prefill_shapes=((rows, load.new_tokens),),
     max_stop_ids=1,
   )
   engine = Engine(cfg, engine_config, where)

@@ -103,8 +103,8 @@ class Engine(JetStreamCalls):
     """
     _check(cfg, config)
     self.cfg = cfg
-    self.config = config
     self.sharding = placement.serving(cfg, sharding)
+    self.config = config = config.of_group(self.groups)
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('data',))
     self._mesh = self.sharding.mesh or one
     # On a TPU or a GPU there are kernels for pages and for groups of any size.

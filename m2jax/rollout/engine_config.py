@@ -1,7 +1,7 @@
 """The engine's sizes: slots, pages and the shape buckets that bound compilation.
 
-On a mesh every size is of one group of devices that shares rows (`rollout.placement`):
-an engine of 4 groups has 4 times the slots and pages.
+They are of the whole engine. On a mesh each group of devices that shares rows
+(`rollout.placement`) has its part of them, `EngineConfig.of_group`.
 """
 
 from __future__ import annotations
@@ -112,6 +112,17 @@ class EngineConfig:
       f'[1, context_tokens={self.context_tokens}]',
     )
 
+  def of_group(self, groups: int) -> EngineConfig:
+    """What each of so many groups has: its part of slots, pages and rows."""
+    part = lambda n: -(-n // groups)
+    return dataclasses.replace(
+      self,
+      slots=part(self.slots),
+      pages=1 + max(part(self.pages - 1), self.context_pages),
+      decode_rows=tuple({part(rows) for rows in self.decode_rows}),
+      prefill_shapes=tuple({(part(rows), c) for rows, c in self.prefill_shapes}),
+    )
+
   @property
   def context_pages(self) -> int:
     """Pages of a sequence of context_tokens."""
@@ -128,12 +139,12 @@ class EngineConfig:
 
 
 # Few shapes, because each is compiled once per context. These fit turns that add a few
-# dozen tokens to a cached sequence, and first prompts of hundreds of tokens.
-_PREFILL_SHAPES = ((1, 32), (4, 32), (8, 64), (1, 256))
+# dozen tokens to cached sequences, many prompts at once, and a long one.
+_PREFILL_SHAPES = ((1, 32), (16, 32), (8, 64), (32, 64), (1, 256))
 
 
 def _decode_rows(slots: int) -> tuple[int, ...]:
-  return tuple({max(1, slots // 4), slots})
+  return tuple({max(1, slots // 8), max(1, slots // 4), slots})
 
 
 def _prefill_shapes(slots: int, context_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -31,7 +31,7 @@ class SchedulerConfig:
   """
 
   decode_steps: int = 8
-  prefill_budget_tokens: int = 1024
+  prefill_budget_tokens: int = 4096
   gather_s: float = 0.002
   reuse_stale_prefix: bool = False
   max_failures: int = 3

@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from m2jax.checks import require
 from m2jax.sharding.rules import GRADIENT_DTYPES, MESH_AXES, PRESETS
 
+_REST = -1
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
@@ -20,7 +22,7 @@ class MeshConfig:
 
   Attributes:
     data, fsdp, context, expert, tensor: see `m2jax.sharding`; their product is the
-      number of devices.
+      number of devices. One may be -1: what the others leave of them.
     rules: name of a preset.
     gradient_dtype: see `Rules`.
   """
@@ -35,7 +37,9 @@ class MeshConfig:
 
   def __post_init__(self):
     for name, size in self.sizes.items():
-      require(self, size >= 1, name, 'at least 1')
+      require(self, size >= 1 or size == _REST, name, 'at least 1, or -1')
+    rest = [name for name, size in self.sizes.items() if size == _REST]
+    require(self, len(rest) <= 1, rest[-1] if rest else 'data', '-1 for one axis only')
     require(self, self.rules in PRESETS, 'rules', f'one of {list(PRESETS)}')
     known = self.gradient_dtype in GRADIENT_DTYPES
     require(self, known, 'gradient_dtype', f'one of {GRADIENT_DTYPES}')
@@ -44,6 +48,20 @@ class MeshConfig:
   def sizes(self) -> dict[str, int]:
     """Devices along each mesh axis, in the order of the mesh."""
     return {name: getattr(self, name) for name in MESH_AXES}
+
+  @property
+  def size(self) -> int:
+    """Devices; an axis of -1 counts as one."""
+    return abs(math.prod(self.sizes.values()))
+
+  def over(self, devices: int) -> MeshConfig:
+    """With a size in place of -1: what the others leave of `devices`, at least 1."""
+    rest = {
+      name: max(1, devices // self.size)
+      for name, size in self.sizes.items()
+      if size == _REST
+    }
+    return dataclasses.replace(self, **rest)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

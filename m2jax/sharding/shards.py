@@ -316,7 +316,8 @@ ONE_DEVICE = Sharding()
 
 def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Sharding:
   """The Sharding of a config; `ONE_DEVICE` where its mesh is one."""
-  if math.prod(config.sizes.values()) == 1:
+  config = config.over(len(jax.devices() if devices is None else devices))
+  if config.size == 1:
     return ONE_DEVICE
   return Sharding(make_mesh(config, devices), rules_of(config))
 

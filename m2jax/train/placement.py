@@ -7,7 +7,6 @@ not trained by the job, which ends before it and resumes on those.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from absl import logging
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
-from m2jax.sharding import MeshConfig, Sharding
+from m2jax.sharding import Sharding
 from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
 from m2jax.train.loop import Run
@@ -49,7 +48,7 @@ def places(config: PretrainConfig, model: ModelConfig, job: Sharding) -> Places:
   def place(stage: Stage) -> Place | None:
     where = job
     if stage.mesh is not None:
-      if _size(stage.mesh) != _devices(job):
+      if stage.mesh.over(_devices(job)).size != _devices(job):
         return None
       where = sharding_lib.make(stage.mesh)
     where.check(model)
@@ -66,10 +65,6 @@ def places(config: PretrainConfig, model: ModelConfig, job: Sharding) -> Places:
         f'{error}'
       ) from error
   return found
-
-
-def _size(mesh: MeshConfig) -> int:
-  return math.prod(mesh.sizes.values())
 
 
 def _devices(job: Sharding) -> int:
@@ -113,7 +108,7 @@ def first(config: PretrainConfig, where: Places, run: Run, job: Sharding) -> Sha
 
 def misfit(config: PretrainConfig, number: int, job: Sharding) -> str:
   """Why the job does not train a stage, and what to do."""
-  size = _size(config.stages[number].mesh)
+  size = config.stages[number].mesh.size
   return (
     f'PretrainConfig.stages[{number}].mesh has {size} devices, the job has '
     f'{_devices(job)}: resume on {size} devices, or give the stage another mesh'

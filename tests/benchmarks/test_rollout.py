@@ -11,6 +11,7 @@ from benchmarks import (
   rollout_worker,
   rollout_workload,
 )
+from m2jax import sharding
 
 
 def test_sessions_extend_their_past():
@@ -60,13 +61,16 @@ def test_the_worker_serves_sessions(monkeypatch):
   profile accounts for all the time, and for the attention in decode calls."""
   small = {**rollout_workload.MODEL, 'num_layers': 1}
   monkeypatch.setattr(rollout_workload, 'MODEL', small)
-  server = rollout_worker.Server(2, 1, look_ahead=False, wrap=rollout_profile.Timed)
+  server = rollout_worker.Server(
+    2, look_ahead=False, mesh=sharding.MeshConfig(), wrap=rollout_profile.Timed
+  )
   requests = dict(requests=3, prompt=5, new=4)
   try:
     batch = server.batches(seeds=[0, 1], **requests)
     found = server.sessions(seed=0, count=2, turns=3)
     memory = server.memory(prompt=5, new=4)
-    parts = rollout_profile.profile(server, lambda: server.batch(seed=0, **requests))
+    long = dict(requests=3, prompt=64, new=64)
+    parts = rollout_profile.profile(server, lambda: server.batch(seed=0, **long))
   finally:
     server.scheduler.stop()
   assert 0 < memory['peak_pages'] <= memory['budget_pages']

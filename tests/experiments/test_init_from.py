@@ -10,8 +10,8 @@ from m2jax.checkpoint import huggingface, policy
 from m2jax.observe import metrics as metrics_lib
 from tests.experiments import conftest
 
-EIGHT = ['--config.mesh.fsdp=4', '--config.mesh.expert=2', '--config.mesh.data=1']
-ONE = ['--config.mesh.data=1']
+EIGHT = ['--config.mesh.fsdp=4', '--config.mesh.expert=2']
+ONE = ['--config.mesh.expert=1']
 LONG = ('engine.context_tokens=1024', 'engine.contexts=(1024,)', 'sft.row_tokens=1024')
 LONG += ('sft.tokens_per_step=2048', 'rl.learner.row_tokens=1024')
 

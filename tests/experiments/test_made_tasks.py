@@ -31,7 +31,7 @@ def test_forge_learns_on_tasks_that_a_pipeline_made(tmp_path):
   flags = [
     f'--config.tasks.dataset={made}',
     f'--workdir={workdir}',
-    '--config.mesh.data=1',
+    '--config.mesh.expert=1',
     '--config.engine.contexts=(768,)',
     *(f'--config.model.{size}' for size in conftest.SMALL),
   ]

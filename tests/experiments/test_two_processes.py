@@ -41,7 +41,7 @@ def test_sft(tmp_path, chats):
   tune += [f'--config.sft.optimizer.by_kind.{k}=adam' for k in ('matrix', 'expert')]
 
   def one(name, devices):
-    flags = [f'--workdir={tmp_path / name}', f'--config.mesh.data={devices}']
+    flags = [f'--workdir={tmp_path / name}', f'--config.mesh.expert={devices}']
     return conftest.run('sft', *flags, *tune, variant=':smoke')
 
   def losses(name):
@@ -51,7 +51,7 @@ def test_sft(tmp_path, chats):
   one('alone', 1)
   first = one('mesh', 2)
   limit = ['--config.sft.loop.seconds=0.001']
-  limit += [f'--workdir={tmp_path / "both"}', '--config.mesh.data=1']
+  limit += [f'--workdir={tmp_path / "both"}', '--config.mesh.expert=1']
   for code, out, err in finish(conftest.two('sft', *tune, *limit, variant=':smoke')):
     assert code == 0 and 'after 2 steps' in out, err[-3000:]
   same(tmp_path / 'both', tmp_path / 'alone', 2)
@@ -71,7 +71,7 @@ def test_expansion(tmp_path, pretrained, texts):
   """The weights of one process."""
   expand = [f'--config.init_from={pretrained[0]}', *conftest.text_flags(texts)]
   expand.append('--config.expand.joint.loop.seconds=0')
-  expand += ['--config.expand.frozen.loop.seconds=0', '--config.mesh.data=1']
+  expand += ['--config.expand.frozen.loop.seconds=0', '--config.mesh.expert=1']
   both = conftest.two(
     'expand_mtp', f'--workdir={tmp_path}/expand', *expand, variant=':smoke'
   )
@@ -89,7 +89,7 @@ def test_forge(tmp_path):
   flags = [f'--workdir={tmp_path}/run', *conftest.ENGINE]
   flags += [f'--config.model.{field}' for field in conftest.SMALL]
   flags += ['--config.episodes.backend=rlimit_only', '--config.eval_tasks=4']
-  flags += ['--config.mesh.data=1', '--config.mesh.fsdp=2', '--config.mesh.tensor=2']
+  flags += ['--config.mesh.fsdp=2', '--config.mesh.tensor=2']
   flags += ['--config.model.num_kv_heads=2', '--config.rl.refill_factor=1']
   first, second = finish(conftest.two('forge', *flags, variant=':smoke', devices=2))
   both = '\n'.join(out[-3000:] for _, *texts in (first, second) for out in texts)

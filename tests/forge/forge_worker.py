@@ -108,7 +108,7 @@ def main(workdir: pathlib.Path):
   platforms.own_only()
   witness = instrument(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
-  common.virtual_devices(config().mesh)
+  common.start(config().mesh)
   run.run(config(), workdir)
   witness('done')
 

@@ -20,7 +20,7 @@ def config() -> ForgeConfig:
   c = forge_blackbox.get_config('smoke')
   c.model.update(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16)
   c.model.update(rotary_dim=8, num_experts=4, expert_dim=16)
-  c.mesh.data = 1
+  c.mesh.expert = 1
   c.engine.update(
     slots=4,
     decode_rows=(4,),

@@ -42,10 +42,10 @@ def served(cfg, variables, tokens, mesh):
   groups = where.size('rows')
   slots = ROWS // groups
   config = EngineConfig(
-    slots=slots,
+    slots=ROWS,
     context_tokens=TOKENS + ROOM,
     page_tokens=4,
-    decode_rows=(slots,),
+    decode_rows=(ROWS,),
     max_stop_ids=1,
   )
   engine = Engine(cfg, config, where)

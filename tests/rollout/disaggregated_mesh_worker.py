@@ -12,7 +12,6 @@ import numpy as np
 
 from m2jax import platforms, sharding
 from m2jax.rollout.disaggregated import Disaggregated
-from m2jax.rollout.engine import Engine
 from m2jax.rollout.handover import HandoverConfig
 from m2jax.rollout.prefill_engine import PrefillScheduler
 from m2jax.rollout.scheduler import Scheduler
@@ -37,7 +36,7 @@ def main() -> None:
   devices = jax.devices()
   model = mesh_worker.model(mesh_worker.Case({}))
   variables = quick.variables(model, 0, noise=0.1, bias=0.1)
-  engine = lambda where: Engine(model, mesh_worker.CONFIG, where)
+  engine = lambda where: mesh_worker.make_engine(model, mesh_worker.CONFIG, where)
   one = Scheduler(engine(sharding.ONE_DEVICE), variables, config=CONFIG)
   want = served(one.start())
   prefill = engine(sharding.make(sharding.MeshConfig(tensor=2), devices[:2]))

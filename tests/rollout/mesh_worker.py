@@ -20,6 +20,7 @@ import numpy as np
 
 from m2jax import platforms, sharding
 from m2jax.rollout import sequences
+from m2jax.rollout import placement
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.decode_state import make_slots
@@ -41,6 +42,23 @@ CONFIG = EngineConfig(
   max_stop_ids=2,
   record_experts=True,
 )
+
+
+def make_engine(
+  cfg, config: EngineConfig, where: sharding.Sharding = sharding.ONE_DEVICE
+) -> Engine:
+  """An engine, each of whose groups of devices has the sizes of `config`."""
+  groups = placement.serving(cfg, where).size('rows')
+  whole = dataclasses.replace(
+    config,
+    slots=groups * config.slots,
+    pages=1 + groups * (config.pages - 1),
+    decode_rows=tuple(groups * rows for rows in config.decode_rows),
+    prefill_shapes=tuple((groups * rows, c) for rows, c in config.prefill_shapes),
+  )
+  engine = Engine(cfg, whole, where)
+  assert engine.config == config
+  return engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +188,7 @@ def results(case: Case, where: sharding.Sharding, learner: sharding.Sharding):
   config = dataclasses.replace(
     CONFIG, draft_tokens=case.drafts, decode_rows=case.decode_rows
   )
-  engine = Engine(cfg, config, where)
+  engine = make_engine(cfg, config, where)
   first, second = (quick.variables(cfg, i, noise=0.1, bias=0.1) for i in range(2))
   second = learner.place(second, sharding.param_specs(cfg, learner.rules))
   weights = engine.load_params(first)

@@ -74,7 +74,7 @@ def main():
   learner = sharding.make(sharding.MeshConfig(fsdp=4, tensor=2))
   specs = sharding.param_specs(cfg, learner.rules)
   mesh = sharding.make(sharding.MeshConfig(data=2, expert=2, tensor=2))
-  engine = Counting(Engine(cfg, CONFIG, mesh))
+  engine = Counting(mesh_worker.make_engine(cfg, CONFIG, mesh))
   config = SchedulerConfig(decode_steps=4, weights_part_bytes=1 << 14)
   scheduler = Scheduler(engine, learner.place(first, specs), 0, config)
   scheduler.start(warmup=False)

@@ -299,3 +299,16 @@ def test_a_prefill_call_serves_the_oldest_within_its_shape(prompts, slots, conte
   for g in np.unique(group):
     assert np.flatnonzero(group == g)[0] in which
     assert np.sum(group[which] == g) <= rows
+
+
+def test_sizes_are_of_all_groups_together():
+  """A config means the same on any mesh: each group has its part, and never less than
+  one sequence."""
+  whole = EngineConfig(
+    slots=10, context_tokens=64, pages=1 + 21, prefill_shapes=((3, 8),)
+  )
+  part = whole.of_group(4)
+  assert part.slots == 3 and part.prefill_shapes == ((1, 8),) and part.pages == 1 + 6
+  assert part.decode_rows == (1, 3) and part.contexts == whole.contexts
+  assert whole.of_group(100).pages == 1 + whole.context_pages
+  assert whole.of_group(1) == whole

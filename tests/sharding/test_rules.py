@@ -159,6 +159,8 @@ def test_unknown_names_are_refused():
     sharding.MeshConfig(rules='ep')
   with pytest.raises(ValueError, match='MeshConfig.fsdp=0'):
     sharding.MeshConfig(fsdp=0)
+  with pytest.raises(ValueError, match='MeshConfig.tensor=-1: must be -1 for one axis'):
+    sharding.MeshConfig(data=-1, tensor=-1)
 
 
 def test_what_does_not_divide_is_refused_by_name():
@@ -207,3 +209,11 @@ def test_one_device_is_no_mesh():
   assert where.index('rows') == 0 and where.size('rows') == 1
   assert where.place(params, {'q': P('fsdp')}) is params
   assert where.gather_params(params, 'bfloat16')['q'] is params['q']
+
+
+def test_an_axis_takes_the_devices_that_are_left():
+  """So a config fits any machine, and one more axis needs no second field."""
+  mesh = sharding.MeshConfig(fsdp=-1, tensor=2)
+  assert mesh.size == 2 and mesh.over(8) == sharding.MeshConfig(fsdp=4, tensor=2)
+  assert mesh.over(1) == mesh.over(3) == sharding.MeshConfig(fsdp=1, tensor=2)
+  assert sharding.make(mesh, jax.devices()[:6]).mesh.shape['fsdp'] == 3

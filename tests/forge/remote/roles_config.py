@@ -11,7 +11,7 @@ ITEMS, PER_STEP = 60, 2
 
 def get_config(variant=''):
   c = forge.get_config('smoke')
-  c.mesh.data = 1
+  c.mesh.expert = 1
   c.tasks = dict(kind='tests.forge.remote.sums')
   c.teacher = dict(kind='tests.forge.remote.sums')
   c.model.update(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16)
