@@ -66,10 +66,8 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 sandbox: $(INSTALLED)
 	@$(BIN)/python -m m2jax.sandbox $(SANDBOX) --quick --install
 
-# Huge pages make training of the tiny model on CPUs faster.
-TUNABLES := glibc.malloc.hugetlb=1
 forge: setup
-	GLIBC_TUNABLES=$(TUNABLES) $(BIN)/python -m experiments.forge \
+	$(BIN)/python -m experiments.forge \
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
 	  --config.episodes.backend=$(SANDBOX) $(ARGS)
 

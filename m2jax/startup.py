@@ -1,6 +1,6 @@
 """What a process sets up before it uses jax: vectors, devices and memory of a CPU.
 
-  startup.prepare(devices=2)  # first; then import what uses jax
+  startup.prepare(startup.devices())  # before jax is used
 
 Every job calls it (`experiments.common.start`). On a GPU or a TPU it sets nothing. On a
 CPU four defaults cost a small model up to half of its speed:
@@ -13,8 +13,7 @@ CPU four defaults cost a small model up to half of its speed:
 - Memory comes in pages of 4 KiB. Its heap is set to take huge ones where the kernel
   offers them.
 
-mallopt(3) and madvise(2) describe the settings of memory; `python -m
-benchmarks.startup` prints what each of the four is worth.
+mallopt(3) and madvise(2) describe the settings of memory, docs/speed.md their effect.
 """
 
 from __future__ import annotations

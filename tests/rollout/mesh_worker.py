@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from m2jax import platforms, sharding
-from m2jax.rollout import sequences
-from m2jax.rollout import placement
+from m2jax.rollout import placement, sequences
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.batcher import Batcher
 from m2jax.rollout.decode_state import make_slots
