@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -58,12 +59,18 @@ def engine(
 ) -> Iterator[Any]:
   """The engine of process 0, for one scheduler, until the body ends.
 
+  On a CPU its layers are unrolled, however the policy was trained or published: XLA
+  copies the weights of a loop's layers in every call.
+
   In each of the other processes the body gets None, after process 0's has ended.
 
   Raises:
     Stopped: process 0 stopped before its end.
   """
-  made, commands = Engine(found.model, config, sharding), Commands()
+  model = found.model
+  if jax.default_backend() == 'cpu':
+    model = dataclasses.replace(model, unroll_layers=True)
+  made, commands = Engine(model, config, sharding), Commands()
   if not commands.several:
     yield made
     return

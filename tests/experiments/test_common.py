@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import pathlib
 import sys
+import types
 import typing
 
 import jax
@@ -18,7 +19,8 @@ from configs import (
   serve,
   sft,
 )
-from experiments import common, fields
+from experiments import common, fields, served
+from m2jax import config as model_config
 from m2jax import sharding
 from m2jax.forge.config import ForgeConfig, RolloutConfig
 from m2jax.forge.remote.outside import RecordedConfig
@@ -27,6 +29,7 @@ from m2jax.optim import optimizer
 from m2jax.params import Kind
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rl.rewards import RewardConfig
+from m2jax.rollout.engine_config import EngineConfig
 from m2jax.train.expand_mtp import ExpandConfig
 from m2jax.train.sft import SftConfig
 from m2jax.train.stages import PretrainConfig
@@ -180,3 +183,11 @@ def test_an_optimizer_is_one_line_away(name):
     assert optimizer.rule_of(settings, Kind.EXPERT) == name
     assert optimizer.rule_of(settings, Kind.EMBEDDING) == 'adam'
     assert optimizer.rules_in_use(settings)[name].learning_rate == 0.5
+
+
+def test_a_published_policy_is_served_as_fast_as_a_trained_one():
+  """The release's layers are one loop; on a CPU the engine takes them apart."""
+  cfg = dataclasses.replace(model_config.tiny(), unroll_layers=False)
+  policy = types.SimpleNamespace(model=cfg)
+  with served.engine(policy, EngineConfig(slots=2), sharding.ONE_DEVICE) as engine:
+    assert engine.keeps_contexts
