@@ -41,7 +41,9 @@ CALLS = {
   'generate_masked': 'decode',
 }
 SCOPES = ('attention', 'moe', 'sampling', 'contexts')
-EXCHANGE = re.compile(r'all-(to-all|gather|reduce)|collective|reduce-scatter')
+EXCHANGE = re.compile(
+  r'all[-_](to[-_]all|gather|reduce)|collective|reduce[-_]scatter|psum'
+)
 _CONTROL = re.compile(r'^(while|call|conditional|fusion-)')  # their parts count
 
 

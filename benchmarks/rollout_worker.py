@@ -50,7 +50,7 @@ def model_config() -> ModelConfig:
 
 
 def engine_config(slots: int) -> EngineConfig:
-  """As configs/serve.py: sizes, and nothing that is tuned."""
+  """The defaults of these sizes."""
   return EngineConfig(slots=slots, context_tokens=workload.CONTEXT)
 
 

@@ -97,8 +97,7 @@ def start(mesh: MeshConfig) -> None:
   from m2jax import startup
 
   several = flags.FLAGS.is_parsed() and DISTRIBUTED.value
-  devices = mesh.over(max(startup.devices(), mesh.size)).size
-  startup.prepare(None if several else devices)
+  startup.prepare(None if several else mesh.over(startup.devices()).size)
 
 
 _HELD_OUT = 'held-out loss'

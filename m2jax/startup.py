@@ -2,18 +2,20 @@
 
   startup.prepare(startup.devices())  # before jax is used
 
-Every job calls it (`experiments.common.start`). On a GPU or a TPU it sets nothing. On a
-CPU four defaults cost a small model up to half of its speed:
+Every job that trains or serves calls it (`experiments.common.start`). On a GPU or a TPU
+it sets nothing. On a CPU four defaults make a small model slow:
 
 - XLA computes in 256-bit vectors where the processor has wider ones.
 - XLA runs much of a device's program on one thread. A virtual device per core, and a
   mesh over them, use all cores.
 - glibc takes the temporaries of each call from the kernel and gives them back, so that
-  every step clears the same pages again. Freed memory stays with the process instead.
+  every step clears the same pages again: `python -m benchmarks.prefix_tree --workloads
+  "verl B" --kinds a f --clock cpu`, with `--no-keep_memory` and without. Freed memory
+  stays with the process instead.
 - Memory comes in pages of 4 KiB. Its heap is set to take huge ones where the kernel
   offers them.
 
-mallopt(3) and madvise(2) describe the settings of memory, docs/speed.md their effect.
+mallopt(3) and madvise(2) describe the settings of memory.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def devices() -> int:
 
 
 def on_cpu() -> bool:
-  """Whether jax will run on the CPU: it is told to, or no accelerator's package is
-  installed. Does not start jax's backend."""
+  """Whether jax will run on the CPU: JAX_PLATFORMS says so, or no accelerator's package
+  is installed. Does not start jax's backend."""
   import jax
 
   chosen = jax.config.jax_platforms

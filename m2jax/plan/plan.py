@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 
 from absl import logging
@@ -24,7 +23,7 @@ def sharding(placed: Placed, topology: Topology) -> sharding_lib.Sharding:
   Raises:
     ValueError: the mesh has another number of devices.
   """
-  wanted = math.prod(placed.mesh.sizes.values())
+  wanted = placed.mesh.size
   if wanted != len(topology.devices):
     raise ValueError(
       f'mesh {placed.mesh.sizes} of workload {placed.name!r} has {wanted} devices; '

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 from m2jax.checks import require
@@ -148,7 +147,7 @@ def place(name: str, workload: Workload, devices: int) -> Placed:
   Raises:
     ValueError: it has none, or its rows do not divide into its passes.
   """
-  sizes = [math.prod(mesh.sizes.values()) for mesh in workload.meshes]
+  sizes = [mesh.size for mesh in workload.meshes]
   if devices not in sizes:
     raise ValueError(
       f'workload {name!r} has no mesh of {devices} devices, only of '

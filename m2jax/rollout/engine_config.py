@@ -113,7 +113,7 @@ class EngineConfig:
     )
 
   def of_group(self, groups: int) -> EngineConfig:
-    """What each of so many groups has: its part of slots, pages and rows."""
+    """What each of `groups` groups has: its part of slots, pages and rows."""
     part = lambda n: -(-n // groups)
     return dataclasses.replace(
       self,

@@ -48,9 +48,10 @@ def places(config: PretrainConfig, model: ModelConfig, job: Sharding) -> Places:
   def place(stage: Stage) -> Place | None:
     where = job
     if stage.mesh is not None:
-      if stage.mesh.over(_devices(job)).size != _devices(job):
+      mesh = stage.mesh.over(_devices(job))
+      if mesh.size != _devices(job):
         return None
-      where = sharding_lib.make(stage.mesh)
+      where = sharding_lib.make(mesh)
     where.check(model)
     where.check_batch(config.micro_rows(stage), stage.context)
     return Place(where, hosts_lib.find(where, config.num_streams))

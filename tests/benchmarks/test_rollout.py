@@ -101,3 +101,11 @@ def test_more_memory_saves_prefill(capsys):
   assert enough['host']['prefill_tokens'] == enough['device']['prefill_tokens']
   prefix_memory.show(found)
   assert capsys.readouterr().out.count('pages |') == 8
+
+
+@pytest.mark.parametrize(
+  'name', ['all-gather.3', 'all_gather', 'reduce_scatter', 'psum']
+)
+def test_collectives_are_found_by_name(name):
+  """In every way that versions of jax write them."""
+  assert rollout_profile.EXCHANGE.search(name)
