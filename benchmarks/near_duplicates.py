@@ -20,9 +20,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from m2jax import kinds, pipelines
-from m2jax.pipelines import duplicates
-from m2jax.pipelines.seat import Seat
+import m2jax_pipelines as pipelines
+from m2jax import kinds
+from m2jax_pipelines import duplicates
+from m2jax_pipelines.seat import Seat
 
 PIPELINES = ('spreadsheets', 'slides', 'reasoning', 'appdev')
 _BY_WORDS = 0.9
@@ -30,7 +31,7 @@ _BY_WORDS = 0.9
 
 async def draws(name: str, count: int, directory: Path) -> list[pipelines.Candidate]:
   """The first `count` candidates of a pipeline that it does not reject itself."""
-  module = kinds.module('m2jax.pipelines', name)
+  module = kinds.module('m2jax_pipelines', name)
   config = module.Config()
   context = pipelines.Context(directory, Seat(config.author, 'author'))
   found = []
@@ -58,7 +59,7 @@ def count(name: str, number: int) -> dict:
   """The row of a pipeline."""
   with tempfile.TemporaryDirectory() as directory:
     candidates = asyncio.run(draws(name, number, Path(directory)))
-  threshold = kinds.module('m2jax.pipelines', name).Config().near_duplicate
+  threshold = kinds.module('m2jax_pipelines', name).Config().near_duplicate
   words = rejected(candidates, _BY_WORDS, lambda c: duplicates.runs(c.text))
   own = rejected(candidates, threshold, lambda c: c.own or duplicates.runs(c.text))
   return {

@@ -4,13 +4,13 @@ COMMAND: python -m experiments.make_tasks --pipeline=swe --workdir=workdir/swe \
            --config.count=100
 HARDWARE: two CPU cores; the package registry, for sources.
 
-The variant is the pipeline: a module of `m2jax.pipelines`, or any import path.
+The variant is the pipeline: a module of `m2jax_pipelines`, or any import path.
 """
 
 import ml_collections
 
 from experiments import fields
-from m2jax import pipelines
+import m2jax_pipelines as pipelines
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:

@@ -16,8 +16,8 @@ import warnings
 from absl import flags
 
 from experiments import common
-from m2jax import pipelines
-from m2jax.pipelines import installed, seat
+import m2jax_pipelines as pipelines
+from m2jax_pipelines import installed, seat
 from m2jax.sandbox import SandboxError
 from m2jax.tasks import harbor
 from m2jax.train.workdir import WorkdirError, open_workdir

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from m2jax.data import chats, demos
-from m2jax.pipelines import seat
+from m2jax_pipelines import seat
 from m2jax.text import chat, tokenizer
 
 USER = {'role': 'user', 'content': 'How many?'}

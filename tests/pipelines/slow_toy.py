@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import sys
 
-from m2jax import pipelines
+import m2jax_pipelines as pipelines
 from tests.pipelines import toy
 
 

@@ -12,8 +12,8 @@ import signal
 import grain
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import duplicates, records
+import m2jax_pipelines as pipelines
+from m2jax_pipelines import duplicates, records
 from m2jax.tasks import harbor
 from tests import processes
 from tests.pipelines import toy
@@ -134,7 +134,7 @@ def test_a_killed_run_resumes(tmp_path):
 def test_a_failure_of_the_machine_is_tried_again(tmp_path, monkeypatch):
   """An infrastructure failure says nothing about the task (law 5)."""
   from m2jax import sandbox
-  from m2jax.pipelines import admission
+  from m2jax_pipelines import admission
 
   async def broken(*args, **kwargs):
     raise sandbox.SandboxError('the disk is gone')

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m2jax import pipelines, tasks
+import m2jax_pipelines as pipelines
+from m2jax import tasks
 from m2jax.agents import episodes, whitebox
-from m2jax.pipelines import (
+from m2jax_pipelines import (
   appdev,
   deep_search,
   discovery,
@@ -28,7 +29,7 @@ from m2jax.pipelines import (
   slides,
   spreadsheets,
 )
-from m2jax.pipelines import terminal_gym as gym
+from m2jax_pipelines import terminal_gym as gym
 from m2jax.rl import rewards, samples
 from m2jax.tasks import harbor
 from m2jax.tasks.terminal import shell
@@ -150,7 +151,7 @@ def made(tmp_path_factory):
     if name not in found:
       packages, config_of = PIPELINES[name]
       for module in ('datasketch', *packages):
-        pytest.importorskip(module, reason='pip install m2jax[pipelines]')
+        pytest.importorskip(module, reason='pip install -e ./m2jax_pipelines')
       if reason := discovery.unavailable(name):
         pytest.skip(reason)
       dataset = tmp_path_factory.mktemp(name)

@@ -8,12 +8,12 @@ import dataclasses
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import reasoning, recheck, records, seat
+import m2jax_pipelines as pipelines
+from m2jax_pipelines import reasoning, recheck, records, seat
 from m2jax.tasks import harbor
-from m2jax.tasks.reasoning import problems
+from m2jax_pipelines.tasks.reasoning import problems
 
-pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
+pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
 CONFIG = reasoning.Config(
   generators=('gcd', 'lcm', 'products', 'rush_hour'),
   levels=(0,),

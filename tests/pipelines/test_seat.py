@@ -10,10 +10,11 @@ import time
 
 import pytest
 
-from m2jax import pipelines, sandbox
-from m2jax.pipelines import appdev, installed, make, records, seat
-from m2jax.pipelines.appdev import query
-from m2jax.pipelines.context import Context
+import m2jax_pipelines as pipelines
+from m2jax import sandbox
+from m2jax_pipelines import appdev, installed, make, records, seat
+from m2jax_pipelines.appdev import query
+from m2jax_pipelines.context import Context
 from tests.pipelines import toy
 from tests.pipelines.model_server import Server
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from m2jax import pipelines
-from m2jax.pipelines.candidate import attempted
+import m2jax_pipelines as pipelines
+from m2jax_pipelines.candidate import attempted
 from m2jax.tasks import harbor
 
 TEST = """\

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import deep_search, installed, seat
-from m2jax.pipelines.deep_search import corpora, grade, library, questions
+import m2jax_pipelines as pipelines
+from m2jax_pipelines import deep_search, installed, seat
+from m2jax_pipelines.deep_search import corpora, grade, library, questions
 from m2jax.tasks import harbor
 
-pytest.importorskip('bm25s', reason='pip install m2jax[pipelines]')
+pytest.importorskip('bm25s', reason='pip install -e ./m2jax_pipelines')
 
 WORDS = [f'{a}{b}' for a in 'bcdfghklmn' for b in ('andle', 'imber', 'urnis', 'ollow')]
 

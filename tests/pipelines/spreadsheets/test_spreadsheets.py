@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import installed, spreadsheets
-from m2jax.pipelines.seat import Seat
-from m2jax.pipelines.spreadsheets import engines, guard, models, mutants, tables
+import m2jax_pipelines as pipelines
+from m2jax_pipelines import installed, spreadsheets
+from m2jax_pipelines.seat import Seat
+from m2jax_pipelines.spreadsheets import engines, guard, models, mutants, tables
 from m2jax.tasks import harbor
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
@@ -26,8 +26,8 @@ from tests.pipelines.spreadsheets.workbooks import (
   with_,
 )
 
-openpyxl = pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
-pytest.importorskip('formulas', reason='pip install m2jax[pipelines]')
+openpyxl = pytest.importorskip('openpyxl', reason='pip install -e ./m2jax_pipelines')
+pytest.importorskip('formulas', reason='pip install -e ./m2jax_pipelines')
 
 
 _DRAWERS = (*models.GENERATORS, *tables.drawers())

@@ -32,7 +32,7 @@ def judged(task, attempts: Mapping[str, str], limit_s: Mapping[str, float] = {})
 
 async def _judged(task, attempts, limit_s):
   from m2jax import sandbox
-  from m2jax.pipelines.make import LIMITS
+  from m2jax_pipelines.make import LIMITS
   from m2jax.tasks.harbor import verifier
 
   directory = task.directory

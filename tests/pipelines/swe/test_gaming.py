@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from m2jax.pipelines.swe import drafts, grade, third, timing, variants
+from m2jax_pipelines.swe import drafts, grade, third, timing, variants
 from m2jax.tasks import harbor
 from tests.pipelines.swe import batch, computed, package, test_cheats
 

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax import pipelines, sandbox
-from m2jax.pipelines import records, seat, swe
-from m2jax.pipelines.candidate import Candidate
-from m2jax.pipelines.context import Context
-from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import (
+import m2jax_pipelines as pipelines
+from m2jax import sandbox
+from m2jax_pipelines import records, seat, swe
+from m2jax_pipelines.candidate import Candidate
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.make import LIMITS
+from m2jax_pipelines.swe import (
   collect,
   drafts,
   environment,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import records, swe
+import m2jax_pipelines as pipelines
+from m2jax_pipelines import records, swe
 from m2jax.tasks import harbor
 
 _COUNT = int(os.environ.get('SWE_COUNT', 0))

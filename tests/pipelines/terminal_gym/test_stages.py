@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from m2jax import pipelines, sandbox
-from m2jax.pipelines import installed, seat
-from m2jax.pipelines import terminal_gym as gym
-from m2jax.pipelines.context import Context
-from m2jax.pipelines.terminal_gym import drafts, grade, seeds, solvers, statements
-from m2jax.pipelines.terminal_gym.drawn import NOTES, Degenerate, Family
-from m2jax.pipelines.terminal_gym.families import FAMILIES
+import m2jax_pipelines as pipelines
+from m2jax import sandbox
+from m2jax_pipelines import installed, seat
+from m2jax_pipelines import terminal_gym as gym
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.terminal_gym import drafts, grade, seeds, solvers, statements
+from m2jax_pipelines.terminal_gym.drawn import NOTES, Degenerate, Family
+from m2jax_pipelines.terminal_gym.families import FAMILIES
 from m2jax.tasks.harbor import compose
 from tests.pipelines.model_server import Server
 

@@ -1,0 +1,10 @@
+"""The packages of `m2jax_pipelines`, whose folder is the project's own."""
+
+from setuptools import find_namespace_packages, setup
+
+NAME = 'm2jax_pipelines'
+
+setup(
+  package_dir={NAME: '.'},
+  packages=[NAME, *(f'{NAME}.{p}' for p in find_namespace_packages(exclude=['build*']))],
+)
