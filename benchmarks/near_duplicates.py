@@ -20,20 +20,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-import m2jax_pipelines as pipelines
 from m2jax import kinds
 from m2jax_pipelines import duplicates
+from m2jax_pipelines.candidate import Candidate
+from m2jax_pipelines.context import Context
 from m2jax_pipelines.seat import Seat
 
 PIPELINES = ('spreadsheets', 'slides', 'reasoning', 'appdev')
 _BY_WORDS = 0.9
 
 
-async def draws(name: str, count: int, directory: Path) -> list[pipelines.Candidate]:
+async def draws(name: str, count: int, directory: Path) -> list[Candidate]:
   """The first `count` candidates of a pipeline that it does not reject itself."""
   module = kinds.module('m2jax_pipelines', name)
   config = module.Config()
-  context = pipelines.Context(directory, Seat(config.author, 'author'))
+  context = Context(directory, Seat(config.author, 'author'))
   found = []
   async for candidate in module.candidates(config, context):
     if candidate.draft is not None:
@@ -43,7 +44,7 @@ async def draws(name: str, count: int, directory: Path) -> list[pipelines.Candid
   return found
 
 
-def rejected(candidates, threshold: float, features) -> list[pipelines.Candidate]:
+def rejected(candidates, threshold: float, features) -> list[Candidate]:
   """Candidates that are near-duplicates of an earlier one that was kept."""
   near, out = duplicates.NearDuplicates(threshold), []
   for candidate in candidates:

@@ -3,8 +3,8 @@
   python -m benchmarks.second_verifier_reasoning --count=1200 [--json] [GENERATOR ...]
 
 A line a generator: problems that `problems.defect` rejects, and of the others those
-that `m2jax_pipelines.recheck` solves alike, leaves open (the text does not decide) or solves
-otherwise. Exits with 1 if it solves one otherwise.
+that `m2jax_pipelines.recheck` solves alike, leaves open (the text does not decide) or
+solves otherwise. Exits with 1 if it solves one otherwise.
 """
 
 from __future__ import annotations

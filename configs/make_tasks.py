@@ -10,10 +10,10 @@ The variant is the pipeline: a module of `m2jax_pipelines`, or any import path.
 import ml_collections
 
 from experiments import fields
-import m2jax_pipelines as pipelines
+from m2jax_pipelines.candidate import PipelineConfig
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.kind = variant or 'swe'
-  return fields.complete(c, pipelines.PipelineConfig)
+  return fields.complete(c, PipelineConfig)

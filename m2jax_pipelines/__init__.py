@@ -3,17 +3,11 @@
 A pipeline is a module that `m2jax.kinds` finds (`swe` of this package, an entry point
 of the group `m2jax_pipelines`, or any import path):
 
-    Config            a `pipelines.PipelineConfig`
+    Config            a `candidate.PipelineConfig`
     candidates(config, context) -> async iterator of `Candidate`
 
 `make.run` admits candidates until there are `count` tasks: it keeps near-duplicates
 out, writes each as a Harbor task directory, proves it (`admission`), and appends a
-record. docs/pipelines.md.
+record. docs/pipelines.md. Beside them, `suites` evaluates a model on any tasks, and
+`tasks` has kinds of tasks.
 """
-
-from m2jax_pipelines.candidate import Candidate, PipelineConfig
-from m2jax_pipelines.context import Context
-from m2jax_pipelines.make import run
-from m2jax_pipelines.source import Tasks
-
-__all__ = ['Candidate', 'Context', 'PipelineConfig', 'Tasks', 'run']

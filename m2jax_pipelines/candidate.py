@@ -8,8 +8,8 @@ from typing import Any
 
 from m2jax import kinds, sandbox
 from m2jax.checks import require
-from m2jax_pipelines.seat import SeatConfig
 from m2jax.tasks import harbor
+from m2jax_pipelines.seat import SeatConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def unavailable(name: str) -> str:
   try:
     module = kinds.module(__package__, name)
   except ImportError as error:
-    return f"{error}: pip install -e ./m2jax_pipelines"
+    return f'{error}: pip install -e ./m2jax_pipelines'
   return getattr(module, 'unavailable', lambda: '')()
 
 

@@ -20,11 +20,11 @@ from rich.progress import (
 
 from m2jax import kinds, sandbox
 from m2jax.observe import console
+from m2jax.tasks import harbor
 from m2jax_pipelines import admission, duplicates, evidence, records, report
 from m2jax_pipelines.candidate import Candidate, PipelineConfig
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.seat import Seat
-from m2jax.tasks import harbor
 
 LIMITS = sandbox.Limits(
   cpu_s=300,

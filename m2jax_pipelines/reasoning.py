@@ -18,11 +18,12 @@ import itertools
 import shlex
 import time
 
-import m2jax_pipelines as pipelines
 from m2jax.checks import require
-from m2jax_pipelines import reasoning_facts
-from m2jax_pipelines.seat import SCRIPTED
 from m2jax.tasks import harbor
+from m2jax_pipelines import reasoning_facts
+from m2jax_pipelines.candidate import Candidate, PipelineConfig
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.seat import SCRIPTED
 from m2jax_pipelines.tasks.reasoning import problems, strict
 
 # Where Harbor runs it, the variables are not set.
@@ -37,7 +38,7 @@ _SOLVE = 'printf %s {answer} > "${{M2JAX_WORKSPACE:-/workspace}}/answer.txt"\n'
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(pipelines.PipelineConfig):
+class Config(PipelineConfig):
   """Attributes:
   generators: sources; those of `dev` and `held_out` are not trained.
   levels: difficulties, steps of the generators' curricula.
@@ -59,7 +60,7 @@ class Config(pipelines.PipelineConfig):
     require(self, own, 'author', "without url: statements are the package's own texts")
 
 
-async def candidates(config: Config, context: pipelines.Context):
+async def candidates(config: Config, context: Context):
   """Problems by round, level and generator, with no answer that is right too often."""
   balance = _Balance()
   for number in range(config.max_rounds):
@@ -87,7 +88,7 @@ class _Balance:
     return False
 
 
-def _candidate(config, generator, level, number, balance) -> pipelines.Candidate:
+def _candidate(config, generator, level, number, balance) -> Candidate:
   started = time.monotonic()
   split = config.split(generator)
   spec = f'reasoning/{split}/{generator}/{level}/{config.seed}/{number}'
@@ -95,7 +96,7 @@ def _candidate(config, generator, level, number, balance) -> pipelines.Candidate
   reason = problems.defect(generator, level, f'{spec}/0')
   if not reason and balance.refuses(generator, level, problem.answer):
     reason = 'most problems before it have the same answer'
-  return pipelines.Candidate(
+  return Candidate(
     id=spec,
     stage=f'level {level}',
     family=generator,

@@ -12,8 +12,8 @@ from typing import Any
 
 from m2jax.observe import page
 from m2jax.observe.printable import clip
-from m2jax_pipelines import evidence, records
 from m2jax.tasks import harbor
+from m2jax_pipelines import evidence, records
 
 _EXAMPLES = 12
 _SHOWN_CHARS = 4000

@@ -3,8 +3,5 @@
 from setuptools import find_namespace_packages, setup
 
 NAME = 'm2jax_pipelines'
-
-setup(
-  package_dir={NAME: '.'},
-  packages=[NAME, *(f'{NAME}.{p}' for p in find_namespace_packages(exclude=['build*']))],
-)
+inner = find_namespace_packages(exclude=['build*'])
+setup(package_dir={NAME: '.'}, packages=[NAME, *(f'{NAME}.{name}' for name in inner)])

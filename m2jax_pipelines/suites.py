@@ -19,8 +19,8 @@ from m2jax import agents, sandbox, tasks
 from m2jax.agents.agent import AgentConfig
 from m2jax.checks import require
 from m2jax.observe import stats
-from m2jax_pipelines import records
 from m2jax.records import check_verdict
+from m2jax_pipelines import records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 docs/facts/m2-and-forge.md §2.3: SFT learns from trajectories that several scaffolds
 produced and a verifier accepted. Every scaffold attempts every task several times
-(`m2jax_pipelines.suites`, so that a run that is stopped goes on); `select` keeps attempts
+(`suites`, so that a run that is stopped goes on); `select` keeps attempts
 that succeeded, within limits that `SampleConfig` states, and counts why others are not
 kept.
 """

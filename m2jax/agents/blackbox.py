@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import re
 import shlex
 import string
@@ -136,8 +137,8 @@ def _shows_tasks(directory: Path) -> bool:
   """Whether a command that sees the directory could import a package with tasks."""
   names = {'m2jax_pipelines', *kinds.packages(tasks.__name__)}
   found = filter(None, map(importlib.util.find_spec, names))
-  places = [p for spec in found for p in spec.submodule_search_locations or [spec.origin]]
-  ours = [Path(place).resolve() for place in places]
+  places = [spec.submodule_search_locations or [spec.origin] for spec in found]
+  ours = [Path(place).resolve() for place in itertools.chain(*places)]
   return any(directory == our or directory in our.parents for our in ours)
 
 

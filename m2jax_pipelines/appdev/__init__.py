@@ -17,18 +17,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.checks import require
+from m2jax.sandbox import SandboxUnavailable
+from m2jax.tasks import harbor
 from m2jax_pipelines import installed, opening, rubric
 from m2jax_pipelines.appdev import app as app_lib
 from m2jax_pipelines.appdev import kinds, query
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.seat import SCRIPTED, Seat, SeatConfig, Text
-from m2jax.sandbox import SandboxUnavailable
-from m2jax.tasks import harbor
 
 _VERIFIER = Path(__file__).parent / 'verifier'
 _SITE = 'appdev'
-INSTALL = "apt-get install chromium && pip install -e ./m2jax_pipelines"
+INSTALL = 'apt-get install chromium && pip install -e ./m2jax_pipelines'
 PACKAGES = ('playwright', 'greenlet', 'pillow')
 _TEST = 'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _SOLVE = """\

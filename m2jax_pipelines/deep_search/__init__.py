@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.checks import require
+from m2jax.tasks import harbor
 from m2jax_pipelines import installed
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.deep_search import corpora, library, questions
-from m2jax.tasks import harbor
 
 _HERE = Path(__file__).parent
 _PACKAGES = ('bm25s', 'numpy')

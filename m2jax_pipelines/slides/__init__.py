@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from m2jax.tasks import harbor
 from m2jax_pipelines import installed, opening
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
-from m2jax.tasks import harbor
 
 _HERE = Path(__file__).parent
 _SHARED = _HERE.parent / 'spreadsheets'

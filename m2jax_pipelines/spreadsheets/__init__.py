@@ -21,12 +21,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.checks import require
+from m2jax.tasks import harbor
 from m2jax_pipelines import installed, opening
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.spreadsheets import engines, models, mutants, tables
 from m2jax_pipelines.spreadsheets import model as model_lib
-from m2jax.tasks import harbor
 
 _HERE = Path(__file__).parent
 _SITE = 'spreadsheets'

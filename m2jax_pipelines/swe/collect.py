@@ -20,8 +20,8 @@ import tarfile
 import time
 from pathlib import Path
 
-from m2jax_pipelines.swe import requirements
 from m2jax.tasks.harbor import compose
+from m2jax_pipelines.swe import requirements
 
 _PIP = (sys.executable, '-m', 'pip', '--disable-pip-version-check')
 _DOWNLOAD = (sys.executable, '-P', str(Path(__file__).with_name('download.py')))

@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from m2jax.tasks import harbor
+from m2jax.tasks.harbor import compose
 from m2jax_pipelines.seat import SCRIPTED
 from m2jax_pipelines.swe import environment, reaches
 from m2jax_pipelines.swe.environment import Environment
-from m2jax.tasks import harbor
-from m2jax.tasks.harbor import compose
 
 _TEST_SH = b"""\
 #!/bin/bash

@@ -24,9 +24,9 @@ from typing import Any
 from absl import logging
 
 from m2jax import sandbox
+from m2jax.tasks.harbor import compose, verifier
 from m2jax_pipelines.make import LIMITS
 from m2jax_pipelines.swe import alone, collect, grade, proved_twins, requirements
-from m2jax.tasks.harbor import compose, verifier
 
 HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'

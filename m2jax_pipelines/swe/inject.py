@@ -15,13 +15,13 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from m2jax.tasks.harbor import compose
 from m2jax_pipelines.candidate import Candidate, attempted
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.swe import drafts, environment, mutate, statements, third
 from m2jax_pipelines.swe.config import Config
 from m2jax_pipelines.swe.environment import Environment
 from m2jax_pipelines.swe.mutate import Mutation
-from m2jax.tasks.harbor import compose
 
 _IMPORT = '<import>'
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 
+from m2jax.tasks.harbor import compose
 from m2jax_pipelines.candidate import Candidate, attempted
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.swe import collect, drafts, environment, statements, timing
 from m2jax_pipelines.swe.config import Config
 from m2jax_pipelines.swe.environment import Environment
-from m2jax.tasks.harbor import compose
 
 _NOTES = re.compile(r'(CHANGE|HISTORY|NEWS|RELEASE)[^/]*$', re.IGNORECASE)
 

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from m2jax import sandbox
+from m2jax.tasks.harbor import compose, verifier
 from m2jax_pipelines.candidate import Candidate
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.make import LIMITS
@@ -25,7 +26,6 @@ from m2jax_pipelines.swe import drafts, environment, inject, large_calls, mutate
 from m2jax_pipelines.swe.config import Config
 from m2jax_pipelines.swe.environment import Environment
 from m2jax_pipelines.swe.mutate import Mutation, segment
-from m2jax.tasks.harbor import compose, verifier
 
 _SIZES = 2000, 2311  # of the large arguments: as shown, and as judged
 _MOST_S = 0.05  # of one call

@@ -15,14 +15,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from m2jax.checks import require
+from m2jax.tasks import harbor
+from m2jax.tasks.harbor import verifier
 from m2jax_pipelines import installed
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.terminal_gym import drafts, seeds, solvers, statements
 from m2jax_pipelines.terminal_gym.drawn import Degenerate, Drawn, Family
 from m2jax_pipelines.terminal_gym.families import FAMILIES
-from m2jax.tasks import harbor
-from m2jax.tasks.harbor import verifier
 
 
 @dataclasses.dataclass(frozen=True)

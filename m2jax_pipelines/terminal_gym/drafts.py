@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from m2jax_pipelines.terminal_gym.drawn import Drawn, Family
-from m2jax_pipelines.terminal_gym.seeds import Seed
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import compose
+from m2jax_pipelines.terminal_gym.drawn import Drawn, Family
+from m2jax_pipelines.terminal_gym.seeds import Seed
 
 _TEST = b'exec python3 -I -S -B "${M2JAX_TESTS:-/tests}/grade.py"\n'
 _GRADE = Path(__file__).parent / 'grade.py'

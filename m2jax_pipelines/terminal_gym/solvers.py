@@ -24,9 +24,9 @@ import random
 from collections.abc import Iterator
 
 from m2jax import sandbox
-from m2jax_pipelines.terminal_gym.drawn import Drawn, script
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import verifier
+from m2jax_pipelines.terminal_gym.drawn import Drawn, script
 
 FAULTS = 0.3
 _UNKNOWN = 'unknown'

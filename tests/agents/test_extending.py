@@ -124,7 +124,7 @@ def install(folder, name, **groups):
   """Writes the metadata of an installed distribution with entry points."""
   facts = folder / f'{name}-1.0.dist-info'
   facts.mkdir(parents=True)
-  (facts / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n')
+  (facts / 'METADATA').write_text(f'Name: {name}\nVersion: 1.0\n')
   sections = [f'[m2jax.{group}]\n{lines}\n' for group, lines in groups.items()]
   (facts / 'entry_points.txt').write_text('\n'.join(sections))
 

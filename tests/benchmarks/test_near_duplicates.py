@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import near_duplicates
-from m2jax_pipelines import Candidate
+from m2jax_pipelines.candidate import Candidate
 
 pytest.importorskip('datasketch', reason='pip install -e ./m2jax_pipelines')
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from m2jax.data import chats, demos
-from m2jax_pipelines import seat
 from m2jax.text import chat, tokenizer
+from m2jax_pipelines import seat
 
 USER = {'role': 'user', 'content': 'How many?'}
 ANSWER = {'role': 'assistant', 'reasoning_content': 'count', 'content': 'three'}

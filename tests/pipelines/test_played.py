@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import m2jax_pipelines as pipelines
 from m2jax import tasks
 from m2jax.agents import episodes, whitebox
+from m2jax.rl import rewards, samples
+from m2jax.tasks import harbor
+from m2jax.tasks.terminal import shell
 from m2jax_pipelines import (
   appdev,
   deep_search,
@@ -30,9 +32,7 @@ from m2jax_pipelines import (
   spreadsheets,
 )
 from m2jax_pipelines import terminal_gym as gym
-from m2jax.rl import rewards, samples
-from m2jax.tasks import harbor
-from m2jax.tasks.terminal import shell
+from m2jax_pipelines.source import Tasks
 from tests.gateway.conftest import response_text, serve, tok
 from tests.pipelines import as_harbor
 from tests.pipelines.swe import package
@@ -157,9 +157,9 @@ def made(tmp_path_factory):
       dataset = tmp_path_factory.mktemp(name)
       with pytest.MonkeyPatch.context() as patch:
         config = config_of(dataset, patch)
-        summary = asyncio.run(pipelines.run(config, dataset, show=False))
+        summary = asyncio.run(make.run(config, dataset, show=False))
       assert summary.tasks == 1, 'no candidate was admitted'
-      [split] = [s for s in harbor.SPLITS if len(pipelines.Tasks(dataset, s))]
+      [split] = [s for s in harbor.SPLITS if len(Tasks(dataset, s))]
       spec = tasks.spec(harbor.Config(dataset=str(dataset)), split, 0)
       found[name] = Made(dataset, spec)
     return found[name]

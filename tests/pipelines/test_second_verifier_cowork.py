@@ -8,9 +8,9 @@ import random
 import pytest
 
 from benchmarks import second_verifier_cowork
+from m2jax.tasks import harbor
 from m2jax_pipelines import slides, spreadsheets
 from m2jax_pipelines.spreadsheets import models, tables
-from m2jax.tasks import harbor
 
 pytest.importorskip('openpyxl', reason='pip install -e ./m2jax_pipelines')
 

@@ -15,9 +15,9 @@ from experiments import common
 from m2jax import tasks
 from m2jax.agents import whitebox
 from m2jax.agents.context import ContextConfig
+from m2jax.tasks import demonstrations
 from m2jax_pipelines import discovery, records, suites
 from m2jax_pipelines.tasks import reasoning
-from m2jax.tasks import demonstrations
 from tests.pipelines import model_server
 from tests.tasks.test_clicks import MISSING as NO_CLICKS
 

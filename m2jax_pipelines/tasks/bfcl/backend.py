@@ -1,6 +1,7 @@
 """The tools of one BFCL episode: a program that reads and writes JSON lines.
 
-`python -m m2jax_pipelines.tasks.bfcl.backend NUMBER`, limited in time and memory by itself.
+`python -m m2jax_pipelines.tasks.bfcl.backend NUMBER`, limited in time and memory by
+itself.
 
     {"call": NAME, "arguments": {…}}  →  {"shown": TEXT, "error": bool}
     {"end_turn": true}                →  {"turn": n, "valid": bool, "reason": TEXT}

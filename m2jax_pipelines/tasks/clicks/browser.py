@@ -54,7 +54,7 @@ def executable() -> str:
     import playwright  # noqa: F401
   except ModuleNotFoundError as error:
     raise sandbox.SandboxUnavailable(
-      'playwright is not installed', "pip install -e ./m2jax_pipelines"
+      'playwright is not installed', 'pip install -e ./m2jax_pipelines'
     ) from error
   names = ('chromium-headless-shell', 'chromium')
   found = os.environ.get('CHROMIUM') or next(filter(None, map(shutil.which, names)), '')

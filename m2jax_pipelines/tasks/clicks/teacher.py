@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from m2jax.tasks import demonstrations
 from m2jax.tasks import task as task_lib
+from m2jax.tasks.demonstrations import Lesson, Turn
 from m2jax_pipelines.tasks.clicks.page import ENDED, NOT_TYPED
 from m2jax_pipelines.tasks.clicks.task import ClicksTask
-from m2jax.tasks.demonstrations import Lesson, Turn
 
 _LINE = re.compile(r'\[(\d+)\] (\w+) ?(.*)')
 

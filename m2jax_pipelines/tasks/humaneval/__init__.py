@@ -8,6 +8,12 @@ outside the sandbox, where no code of the candidate is (`verifier`).
 A spec is `humaneval/held_out/NUMBER`.
 """
 
-from m2jax_pipelines.tasks.humaneval.task import Config, HumanEvalTask, families, make, spec
+from m2jax_pipelines.tasks.humaneval.task import (
+  Config,
+  HumanEvalTask,
+  families,
+  make,
+  spec,
+)
 
 __all__ = ['Config', 'HumanEvalTask', 'families', 'make', 'spec']

@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 
 from m2jax import sandbox
+from m2jax.tasks.harbor import directory, verifier
 from m2jax_pipelines import appdev, duplicates, evidence, installed, seat
 from m2jax_pipelines.appdev import kinds, looks, query
 from m2jax_pipelines.appdev.app import label
 from m2jax_pipelines.appdev.kinds import calculator, cart
 from m2jax_pipelines.appdev.verifier import browser, grade, visual
-from m2jax.tasks.harbor import directory, verifier
 from tests.pipelines import model_server
 
 PNG = b'\x89PNG\r\n\x1a\n' + bytes(16)

@@ -13,9 +13,9 @@ import random
 import pytest
 
 from m2jax import sandbox
+from m2jax.tasks import harbor
 from m2jax_pipelines import appdev
 from m2jax_pipelines.appdev import kinds
-from m2jax.tasks import harbor
 
 pytest.importorskip('playwright', reason='pip install -e ./m2jax_pipelines')
 _KILL = 'os.kill(os.getpid(), 9)'

@@ -12,11 +12,11 @@ import sys
 
 import pytest
 
-import m2jax_pipelines as pipelines
+from m2jax.tasks import harbor
 from m2jax_pipelines import installed, spreadsheets
+from m2jax_pipelines.context import Context
 from m2jax_pipelines.seat import Seat
 from m2jax_pipelines.spreadsheets import engines, guard, models, mutants, tables
-from m2jax.tasks import harbor
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
   bytes_of,
@@ -222,7 +222,7 @@ def _candidates(directory, number):
 
   async def first():
     config = spreadsheets.Config(engines=('formulas',))
-    context = pipelines.Context(directory, Seat(config.author, 'author'))
+    context = Context(directory, Seat(config.author, 'author'))
     found = []
     async for candidate in spreadsheets.candidates(config, context):
       found.append(candidate)

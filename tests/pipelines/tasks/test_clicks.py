@@ -11,8 +11,8 @@ from configs import forge_clicks
 from experiments import common
 from m2jax import sandbox, tasks
 from m2jax.forge.config import ForgeConfig
-from m2jax_pipelines.tasks import clicks
 from m2jax.tasks import demonstrations
+from m2jax_pipelines.tasks import clicks
 from m2jax_pipelines.tasks.clicks import browser, pages
 from m2jax_pipelines.tasks.clicks.page import ENDED, NOT_TYPED
 

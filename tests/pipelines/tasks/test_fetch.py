@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2jax import sandbox, tasks
-from m2jax_pipelines.tasks import fetch
 from m2jax.tasks import demonstrations
+from m2jax_pipelines.tasks import fetch
 
 LIMITS = sandbox.Limits()
 

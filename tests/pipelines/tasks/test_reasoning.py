@@ -13,7 +13,8 @@ from m2jax_pipelines.tasks import reasoning
 from m2jax_pipelines.tasks.reasoning import problems, strict
 
 pytestmark = pytest.mark.skipif(
-  not importlib.util.find_spec('reasoning_gym'), reason='pip install -e ./m2jax_pipelines'
+  not importlib.util.find_spec('reasoning_gym'),
+  reason='pip install -e ./m2jax_pipelines',
 )
 EASY = {'gcd': 1.0, 'chain_sum': 1.0}
 
