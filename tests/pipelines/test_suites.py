@@ -19,7 +19,7 @@ from m2jax.tasks import demonstrations
 from m2jax_pipelines import discovery, records, suites
 from m2jax_pipelines.tasks import reasoning
 from tests.pipelines import model_server
-from tests.tasks.test_clicks import MISSING as NO_CLICKS
+from tests.pipelines.tasks.test_clicks import MISSING as NO_CLICKS
 
 pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
 
