@@ -50,12 +50,12 @@ help:
 
 setup: $(INSTALLED) sandbox
 
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+$(INSTALLED): setup.cfg pyproject.toml m2jax_pipelines/pyproject.toml constraints.txt
 	@python='$(PYTHON)'; \
 	  [ -x $(BIN)/python ] || "$${python:-$$(.ci/find-python)}" -m venv $(VENV)
 	@echo "installing into $(VENV) ($$($(BIN)/python --version)): a minute or two"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[test]' -c constraints.txt
+	  -e '.[test]' -e ./m2jax_pipelines -c constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps $(NO_DEPS) || echo 'tests that need one of $(NO_DEPS) are skipped'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
@@ -148,5 +148,5 @@ format: $(INSTALLED)
 
 clean:
 	rm -rf .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -rf build dist *.egg-info
-	find m2jax experiments configs tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf {,m2jax_pipelines/}{build,dist,*.egg-info}
+	find m2jax m2jax_pipelines experiments configs tests -name __pycache__ -prune -exec rm -rf {} +

@@ -20,19 +20,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from m2jax import kinds, pipelines
-from m2jax.pipelines import duplicates
-from m2jax.pipelines.seat import Seat
+from m2jax import kinds
+from m2jax_pipelines import duplicates
+from m2jax_pipelines.candidate import Candidate
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.seat import Seat
 
 PIPELINES = ('spreadsheets', 'slides', 'reasoning', 'appdev')
 _BY_WORDS = 0.9
 
 
-async def draws(name: str, count: int, directory: Path) -> list[pipelines.Candidate]:
+async def draws(name: str, count: int, directory: Path) -> list[Candidate]:
   """The first `count` candidates of a pipeline that it does not reject itself."""
-  module = kinds.module('m2jax.pipelines', name)
+  module = kinds.module('m2jax_pipelines', name)
   config = module.Config()
-  context = pipelines.Context(directory, Seat(config.author, 'author'))
+  context = Context(directory, Seat(config.author, 'author'))
   found = []
   async for candidate in module.candidates(config, context):
     if candidate.draft is not None:
@@ -42,7 +44,7 @@ async def draws(name: str, count: int, directory: Path) -> list[pipelines.Candid
   return found
 
 
-def rejected(candidates, threshold: float, features) -> list[pipelines.Candidate]:
+def rejected(candidates, threshold: float, features) -> list[Candidate]:
   """Candidates that are near-duplicates of an earlier one that was kept."""
   near, out = duplicates.NearDuplicates(threshold), []
   for candidate in candidates:
@@ -58,7 +60,7 @@ def count(name: str, number: int) -> dict:
   """The row of a pipeline."""
   with tempfile.TemporaryDirectory() as directory:
     candidates = asyncio.run(draws(name, number, Path(directory)))
-  threshold = kinds.module('m2jax.pipelines', name).Config().near_duplicate
+  threshold = kinds.module('m2jax_pipelines', name).Config().near_duplicate
   words = rejected(candidates, _BY_WORDS, lambda c: duplicates.runs(c.text))
   own = rejected(candidates, threshold, lambda c: c.own or duplicates.runs(c.text))
   return {

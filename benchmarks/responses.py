@@ -2,12 +2,12 @@
 
   python -m benchmarks.responses --workdir=DIR [--seeds 0 1 2] [--json]
 
-A small model learns repair tasks (`m2jax.tasks.repair`) from a teacher, then attempts
-training tasks. Each arm has as many attempts and trains for as many steps, and what
-varies is how the attempts are spent: many tasks once, or few tasks often. SFT goes on
-with every distinct attempt that the verifier accepts. Arms are named QUERIESxRESPONSES;
-the first also trains for twice as many steps: what more passes over the same chats are
-worth. `base` is the model before.
+A small model learns repair tasks (`m2jax_pipelines.tasks.repair`) from a teacher, then
+attempts training tasks. Each arm has as many attempts and trains for as many steps, and
+what varies is how the attempts are spent: many tasks once, or few tasks often. SFT goes
+on with every distinct attempt that the verifier accepts. Arms are named
+QUERIESxRESPONSES; the first also trains for twice as many steps: what more passes over
+the same chats are worth. `base` is the model before.
 
 Each is evaluated at temperature 1 on held-out tasks: of the sizes trained, and longer.
 Printed are medians over seeds with their range. Runs resume, and a measurement in DIR
@@ -30,7 +30,7 @@ from benchmarks import harness, scaffolds
 from experiments import common, fields
 from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
-from m2jax.pipelines import verified
+from m2jax_pipelines import verified
 
 BASE, LONGER = 'base', '_longer'
 SCAFFOLD = 'one'

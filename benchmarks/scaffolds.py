@@ -2,7 +2,8 @@
 
   python -m benchmarks.scaffolds --workdir=DIR [--seeds 0 1 2] [--json]
 
-A small model learns repair tasks (`m2jax.tasks.repair`), four times for each seed:
+A small model learns repair tasks (`m2jax_pipelines.tasks.repair`), four times for each
+seed:
 
   one        SFT on the teacher's demonstrations in one scaffold
   perturbed  the same demonstrations and budget, system prompt, instruction and names of
@@ -38,8 +39,8 @@ from m2jax import agents
 from m2jax.forge import roles, run
 from m2jax.forge.config import ForgeConfig
 from m2jax.gateway.config import GatewayConfig
-from m2jax.pipelines import records, suites, verified
 from m2jax.sharding import ONE_DEVICE
+from m2jax_pipelines import records, suites, verified
 
 ARMS = ('one', 'perturbed', 'verified', 'more')
 _WHITEBOX = dict(kind='whitebox', max_tokens=96)

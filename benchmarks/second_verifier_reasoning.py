@@ -3,8 +3,8 @@
   python -m benchmarks.second_verifier_reasoning --count=1200 [--json] [GENERATOR ...]
 
 A line a generator: problems that `problems.defect` rejects, and of the others those
-that `pipelines.recheck` solves alike, leaves open (the text does not decide) or solves
-otherwise. Exits with 1 if it solves one otherwise.
+that `m2jax_pipelines.recheck` solves alike, leaves open (the text does not decide) or
+solves otherwise. Exits with 1 if it solves one otherwise.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import collections
 import json
 import sys
 
-from m2jax.pipelines import recheck
-from m2jax.tasks.reasoning import problems
+from m2jax_pipelines import recheck
+from m2jax_pipelines.tasks.reasoning import problems
 
 COLUMNS = ('rejected', 'agree', 'open', 'disagree')
 

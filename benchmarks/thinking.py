@@ -3,10 +3,11 @@
   python -m benchmarks.thinking --workdir=DIR [--seeds 0 1 2] [--json]
 
 The whole job (`m2jax.forge.run`: demonstrations, SFT, RL, held-out evaluations) on
-lookups (`m2jax.tasks.lookup`): the model follows a chain of keys and answers with the
-sum of what it found, modulo 5. The demonstrations' thinking carries the running total,
-which is in no observation; the numbers are in all of them, so that it can be computed
-again. Twice for each seed, with the same demonstrations, weights, budget and tasks:
+lookups (`m2jax_pipelines.tasks.lookup`): the model follows a chain of keys and answers
+with the sum of what it found, modulo 5. The demonstrations' thinking carries the
+running total, which is in no observation; the numbers are in all of them, so that it
+can be computed again. Twice for each seed, with the same demonstrations, weights,
+budget and tasks:
 
   kept      prompts contain the thinking of all turns, as M2's template has it
   dropped   prompts contain none of earlier turns, in SFT, RL and the evaluations

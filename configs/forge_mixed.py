@@ -1,8 +1,8 @@
 r"""Forge with four domains in one run: shell, code repair, clicks, reasoning.
 
 COMMAND: python -m experiments.forge --config=configs/forge_mixed.py --workdir=DIR
-HARDWARE: two CPU cores, 3 GB; pip install 'm2jax[pipelines]' for reasoning-gym and
-  MiniWoB++, and Chromium (docs/pipelines_reasoning.md).
+HARDWARE: two CPU cores, 3 GB; m2jax_pipelines, MiniWoB++ and Chromium
+  (docs/pipelines_reasoning.md).
 RESULT: docs/pipelines_reasoning.md, by `python -m benchmarks.mixed_domains`.
 
 Each domain has its tasks, agent and teacher, a share of the demonstrations, and a ratio

@@ -4,16 +4,16 @@ COMMAND: python -m experiments.make_tasks --pipeline=swe --workdir=workdir/swe \
            --config.count=100
 HARDWARE: two CPU cores; the package registry, for sources.
 
-The variant is the pipeline: a module of `m2jax.pipelines`, or any import path.
+The variant is the pipeline: a module of `m2jax_pipelines`, or any import path.
 """
 
 import ml_collections
 
 from experiments import fields
-from m2jax import pipelines
+from m2jax_pipelines.candidate import PipelineConfig
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.kind = variant or 'swe'
-  return fields.complete(c, pipelines.PipelineConfig)
+  return fields.complete(c, PipelineConfig)

@@ -18,7 +18,7 @@ import ml_collections
 from configs import forge, serve, suites
 from experiments import fields
 from m2jax import sharding
-from m2jax.pipelines.verified import SampleConfig
+from m2jax_pipelines.verified import SampleConfig
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:

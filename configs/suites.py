@@ -26,7 +26,7 @@ import ml_collections
 from configs import serve
 from experiments import fields
 from m2jax import sharding
-from m2jax.pipelines.suites import SuiteConfig
+from m2jax_pipelines.suites import SuiteConfig
 
 # Context policies (`agents.context`). The whole conversation stays:
 WHOLE = dict(policy='')

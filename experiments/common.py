@@ -388,8 +388,9 @@ def fail(error: Exception, at_once: bool = False) -> NoReturn:
 
 def _ours(filename: str) -> bool:
   """Whether code of this project raised an error, whose message is for users."""
-  rooms = pathlib.Path(__file__).parent, pathlib.Path(checks.__file__).parent
-  return any(pathlib.Path(filename).is_relative_to(room) for room in rooms)
+  root = pathlib.Path(__file__).parent.parent
+  rooms = root / 'experiments', root / 'm2jax', root / 'm2jax_pipelines'
+  return any(map(pathlib.Path(filename).is_relative_to, rooms))
 
 
 def exit_code(error: BaseException) -> int:

@@ -16,10 +16,10 @@ from experiments import common, served
 from m2jax import agents
 from m2jax.forge import roles
 from m2jax.gateway.config import GatewayConfig
-from m2jax.pipelines import records, suites
 from m2jax.rollout.engine_config import EngineConfig
 from m2jax.rollout.scheduler import SchedulerConfig
 from m2jax.sharding import MeshConfig
+from m2jax_pipelines import records, suites
 
 URL = flags.DEFINE_string('url', None, 'OpenAI-compatible server, with /v1.')
 MODEL = flags.DEFINE_string('model', None, 'Name of the model at --url.')

@@ -16,11 +16,12 @@ import warnings
 from absl import flags
 
 from experiments import common
-from m2jax import pipelines
-from m2jax.pipelines import installed, seat
 from m2jax.sandbox import SandboxError
 from m2jax.tasks import harbor
 from m2jax.train.workdir import WorkdirError, open_workdir
+from m2jax_pipelines import installed, make, seat
+from m2jax_pipelines.candidate import PipelineConfig
+from m2jax_pipelines.source import Tasks
 
 PIPELINE = flags.DEFINE_string(
   'pipeline', None, 'Its name: short for --config=configs/make_tasks.py:NAME.'
@@ -32,14 +33,14 @@ _MODELS = 'author', 'judge'
 
 
 def main():
-  config = common.build(pipelines.PipelineConfig, common.values())
+  config = common.build(PipelineConfig, common.values())
   workdir = common.workdir()
   models = {name: seat.SeatConfig() for name in _MODELS if hasattr(config, name)}
   settings = dataclasses.replace(config, **_FREE, **models)
   open_workdir(settings, workdir, common.FRESH.value)
   # Of packages' sources, when they are parsed.
   warnings.filterwarnings('ignore', category=SyntaxWarning, module='<unknown>')
-  summary = asyncio.run(pipelines.run(config, workdir))
+  summary = asyncio.run(make.run(config, workdir))
   print(
     f'{summary.tasks} tasks in {workdir}, {summary.added} of them now, in '
     f'{summary.wall_s:.0f} s ({summary.wall_s / max(1, summary.added):.2f} s a task)\n'
@@ -47,7 +48,7 @@ def main():
   )
   if summary.tasks < config.count:
     print(f'no candidates are left: {summary.tasks} of {config.count} tasks')
-  empty = [s for s in harbor.SPLITS if not pipelines.Tasks(workdir, s)]
+  empty = [s for s in harbor.SPLITS if not Tasks(workdir, s)]
   if summary.tasks and empty:
     print(f'no task in {", ".join(empty)}: runs that use these do not start; make more')
 

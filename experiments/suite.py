@@ -10,7 +10,7 @@ from absl import flags
 
 from experiments import common, endpoint
 from m2jax.observe import console
-from m2jax.pipelines import suites
+from m2jax_pipelines import suites
 
 SUITE = flags.DEFINE_string('suite', None, 'A suite of configs/suites.py.')
 _CONFIG = 'configs/suites.py'

@@ -56,7 +56,8 @@ def install(launch: Launch) -> list[Command]:
     f'mkdir -p {_DIRECTORY} && cd {_DIRECTORY} && '
     f'gcloud storage cp {uploaded} {_ARCHIVE} && tar -xzf {_ARCHIVE} && '
     f'{launch.python} -m venv .venv && '
-    ".venv/bin/pip install --quiet -e '.[tpu]' -c constraints.txt"
+    ".venv/bin/pip install --quiet -e '.[tpu]' -c constraints.txt && "
+    '.venv/bin/pip install --quiet --no-deps -e ./m2jax_pipelines'
   )
   return [
     Command(('git', 'archive', '--format=tar.gz', f'--output={_ARCHIVE}', 'HEAD')),

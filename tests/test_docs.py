@@ -12,7 +12,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / 'docs'
 CODE = [
   path
-  for folder in ('m2jax', 'experiments', 'configs', 'benchmarks', 'launch', 'tests')
+  for folder in (
+    *('m2jax', 'm2jax_pipelines', 'experiments', 'configs'),
+    *('benchmarks', 'launch', 'tests'),
+  )
   for path in sorted((ROOT / folder).rglob('*.py'))
 ]
 TESTS = {

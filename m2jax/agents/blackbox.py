@@ -24,6 +24,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import importlib.util
+import itertools
 import re
 import shlex
 import string
@@ -31,8 +33,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import m2jax
-from m2jax import sandbox
+from m2jax import kinds, sandbox, tasks
 from m2jax.agents import http, relay, transcript
 from m2jax.agents.agent import Agent, AgentConfig, AuthorConfig, Endpoint, Outcome
 from m2jax.checks import require
@@ -112,7 +113,7 @@ class BlackboxConfig(AgentConfig):
       check(
         hidden,
         'read_only',
-        f'without m2jax, which is in {directory}: tasks know '
+        f'without m2jax and the packages of its tasks; {directory} has one: tasks know '
         'their answers; install the agent into an environment of its own',
       )
 
@@ -133,8 +134,11 @@ def _can_be_filled(text: str) -> bool:
 
 
 def _shows_tasks(directory: Path) -> bool:
-  """Whether a command that sees the directory could import this package."""
-  ours = [Path(path).resolve() for path in m2jax.__path__]
+  """Whether a command that sees the directory could import a package with tasks."""
+  names = {'m2jax_pipelines', *kinds.packages(tasks.__name__)}
+  found = filter(None, map(importlib.util.find_spec, names))
+  places = [spec.submodule_search_locations or [spec.origin] for spec in found]
+  ours = [Path(place).resolve() for place in itertools.chain(*places)]
   return any(directory == our or directory in our.parents for our in ours)
 
 

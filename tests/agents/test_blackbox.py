@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import importlib
 import os
 import pathlib
 import re
@@ -321,18 +322,35 @@ print(times[-2][0] - times[0][0] > 0.2)
 def test_tasks_are_out_of_sight(play):
   """A command can import neither the tasks, which know their answers, nor see files."""
   code = ONCE + (
-    'try:\n  import m2jax\nexcept ImportError:\n  print("hidden", os.path.exists(HERE))'
+    'for name in ("m2jax", "m2jax_pipelines"):\n'
+    '  try:\n    __import__(name)\n'
+    '  except ImportError:\n    print("hidden", os.path.exists(HERE))'
   ).replace('HERE', repr(__file__))
   (t,), *_ = play(python(code))
-  assert t.answer == 'hidden False'
+  assert t.answer == 'hidden False\nhidden False'
 
 
-def test_a_directory_that_shows_the_tasks_is_refused(folder, monkeypatch):
-  (folder / 'm2jax').mkdir()
-  monkeypatch.setattr(blackbox.m2jax, '__path__', [str(folder / 'm2jax')])
-  for directory in (str(folder), str(folder / 'm2jax')):
+@pytest.mark.parametrize('package', ['m2jax', 'm2jax_pipelines', 'mylab'])
+def test_a_directory_that_shows_the_tasks_is_refused(folder, monkeypatch, package):
+  """m2jax, its pipelines, and an installed package that adds a kind of tasks."""
+  (folder / package).mkdir()
+  if package == 'mylab':
+    (folder / package / '__init__.py').touch()
+    facts = folder / 'mylab-1.0.dist-info'
+    facts.mkdir()
+    (facts / 'METADATA').write_text('Name: mylab\nVersion: 1.0\n')
+    (facts / 'entry_points.txt').write_text('[m2jax.tasks]\nsums = mylab.sums\n')
+    monkeypatch.syspath_prepend(folder)
+  else:
+    spec = importlib.import_module(package).__spec__
+    places = [str(folder / package)]
+    monkeypatch.setattr(spec, 'submodule_search_locations', places)
+  for directory in (str(folder), str(folder / package)):
     with pytest.raises(ValueError, match='BlackboxConfig.read_only.*their answers'):
       blackbox.BlackboxConfig(command='x', read_only=(directory,))
+
+
+def test_bad_directories_are_named():
   with pytest.raises(ValueError, match='read_only.*is none'):
     blackbox.BlackboxConfig(command='x', read_only=('/usr/none-such',))
   with pytest.raises(ValueError, match='read_only.*outside /tmp and /workspace'):

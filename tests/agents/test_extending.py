@@ -120,6 +120,40 @@ def test_an_environment_pays_turns(mylab, serve, tok):
   np.testing.assert_allclose(credit.credits[0].advantages, [0.1, 0.1, 0.05, 0.0])
 
 
+def install(folder, name, **groups):
+  """Writes the metadata of an installed distribution with entry points."""
+  facts = folder / f'{name}-1.0.dist-info'
+  facts.mkdir(parents=True)
+  (facts / 'METADATA').write_text(f'Name: {name}\nVersion: 1.0\n')
+  sections = [f'[m2jax.{group}]\n{lines}\n' for group, lines in groups.items()]
+  (facts / 'entry_points.txt').write_text('\n'.join(sections))
+
+
+def test_an_installed_package_names_its_kinds(mylab, serve, tok, tmp_path, monkeypatch):
+  """Entry points give a kind of tasks and a kind of agents names without a dot."""
+  install(tmp_path, 'mylab', tasks='sums = mylab.sums', agents='chat = mylab.chatter')
+  monkeypatch.syspath_prepend(tmp_path)
+  values = values_of(mylab)
+  values.tasks.kind = values.teacher.kind = 'sums'
+  values.episodes.agent = dict(kind='chat')
+  made = common.build(ForgeConfig, values)
+  spec = tasks.spec(made.tasks, 'train', 0)
+  assert spec.startswith('sums/train/')
+  gateway, _, _ = serve(reader(tok))
+  assert run(made, gateway, [spec])[0].success == 1.0
+  collected = demonstrations.collect([spec], made.teacher, backend='', limits=None)
+  assert asyncio.run(collected)[0].success == 1.0
+
+
+def test_two_packages_that_give_one_name_are_named(mylab, tmp_path, monkeypatch):
+  """Which of them is meant is not decided by the order of the path."""
+  for name in ('one', 'two'):
+    install(tmp_path, name, tasks=f'twice = mylab.{name}')
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ValueError, match='kind=.twice.: several .*mylab.one, mylab.two'):
+    tasks.make('twice/train/0')
+
+
 @pytest.mark.parametrize('verdict', [float('nan'), 1.5, -1.0])
 def test_a_verdict_out_of_range_names_the_task(mylab, serve, tok, monkeypatch, verdict):
   """In process as over HTTP: no such value reaches an average."""
@@ -156,7 +190,12 @@ def test_demonstrations_from_outside_are_chats(mylab, tmp_path):
 @pytest.mark.parametrize(
   'field, kind, said',
   [
-    ('tasks', 'terminals', 'tasks.kind=.terminals.: no module m2jax.tasks.terminals'),
+    (
+      'tasks',
+      'terminals',
+      r'tasks.kind=.terminals.: no module m2jax.tasks.terminals; .*\(harbor, terminal\)'
+      r', an entry point of the group m2jax.tasks \(bfcl, clicks, .*, repair\)',
+    ),
     ('tasks', 'mylab.nothing', 'tasks.kind=.mylab.nothing.: no module'),
     ('teacher', 'mylab.chatter', 'teacher.kind=.mylab.chatter.: .* has no teacher'),
   ],

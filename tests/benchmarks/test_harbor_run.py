@@ -12,10 +12,9 @@ import os
 import pytest
 
 from benchmarks import harbor_run
-from m2jax import pipelines
-from m2jax.pipelines import reasoning
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import podman
+from m2jax_pipelines import make, reasoning
 
 PYTHON = os.environ.get('M2JAX_HARBOR_PYTHON', '')
 
@@ -54,8 +53,8 @@ def test_a_copy_changes_image_and_network_alone(tmp_path):
 @pytest.mark.skipif(not PYTHON, reason='M2JAX_HARBOR_PYTHON names no interpreter')
 @pytest.mark.skipif(bool(podman.unavailable()), reason=podman.unavailable() or '-')
 def test_harbor_rewards_the_solution_and_not_nothing(tmp_path, capsys):
-  pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
+  pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
   config = reasoning.Config(generators=('gcd',), levels=(0,), count=1)
-  asyncio.run(pipelines.run(config, tmp_path, show=False))
+  asyncio.run(make.run(config, tmp_path, show=False))
   assert harbor_run.main([f'--python={PYTHON}', f'--workdir={tmp_path}']) == 0
   assert 'solution 1, nothing 0' in capsys.readouterr().out

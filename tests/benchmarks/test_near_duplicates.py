@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks import near_duplicates
-from m2jax.pipelines import Candidate
+from m2jax_pipelines.candidate import Candidate
 
-pytest.importorskip('datasketch', reason='pip install m2jax[pipelines]')
+pytest.importorskip('datasketch', reason='pip install -e ./m2jax_pipelines')
 
 
 def test_a_candidate_is_compared_with_those_that_were_kept():

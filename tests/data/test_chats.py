@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from m2jax import forest
 from m2jax.data import chats
-from m2jax.pipelines import seat
 from m2jax.text import chat, tokenizer
+from m2jax_pipelines import seat
 
 USER = {'role': 'user', 'content': 'How many?'}
 ANSWER = {'role': 'assistant', 'reasoning_content': 'count', 'content': 'three'}

@@ -18,7 +18,7 @@ def test_forge_learns_on_tasks_that_a_pipeline_made(tmp_path):
   """configs/forge_tasks.py:smoke, every phase: demonstrations are the tasks' solutions,
   run by calls and verified; RL's episodes are judged by the tasks' verifiers, and train
   on the training split alone."""
-  pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
+  pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
   made, workdir = tmp_path / 'made', tmp_path / 'run'
   conftest.run_module(
     'experiments.make_tasks',

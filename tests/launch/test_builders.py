@@ -209,7 +209,7 @@ def test_what_todays_jobs_would_do_wrong_is_told(role, target, message):
 def test_the_jobs_are_still_as_this_room_takes_them():
   """Fails when a job learns of many hosts, or when the roles of forge change: then let
   it be launched so. That jobs refuse URLs is tests/experiments/test_stops.py."""
-  sources = [*_ROOT.glob('experiments/*.py'), *_ROOT.glob('m2jax/**/*.py')]
+  sources = [*_ROOT.glob('experiments/*.py'), *_ROOT.glob('m2jax*/**/*.py')]
   assert len(sources) > 50
   several = [p.stem for p in sources if 'common.join_processes()' in p.read_text()]
   assert sorted(several) == sorted(config.MULTI_HOST_JOBS)

@@ -86,7 +86,7 @@ def test_no_command_prints_around_it():
     text = path.read_text()
     assert ('__main__' in text) == ('  common.run(main' in text), path
   assert '  console.install()' in (ROOT / 'experiments/common.py').read_text()
-  for folder in ('m2jax', 'experiments', 'benchmarks'):
+  for folder in ('m2jax', 'm2jax_pipelines', 'experiments', 'benchmarks'):
     for path in (ROOT / folder).rglob('*.py'):
       text = path.read_text()
       if 'rich' not in text or path.name == 'console.py':

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import sys
 
-from m2jax import pipelines
+from m2jax_pipelines import make
 from tests.pipelines import toy
 
 
@@ -30,4 +30,4 @@ async def candidates(config, context):
 
 if __name__ == '__main__':
   many = toy.Config(kinds='g' * 40, count=40, parallel=1)
-  asyncio.run(pipelines.run(many, pathlib.Path(sys.argv[1]), show=False))
+  asyncio.run(make.run(many, pathlib.Path(sys.argv[1]), show=False))

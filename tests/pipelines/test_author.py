@@ -8,7 +8,7 @@ import json
 import pytest
 
 from m2jax.checks import InvalidSetting
-from m2jax.pipelines import (
+from m2jax_pipelines import (
   appdev,
   discovery,
   installed,
@@ -18,7 +18,7 @@ from m2jax.pipelines import (
   slides,
   spreadsheets,
 )
-from m2jax.pipelines.context import Context
+from m2jax_pipelines.context import Context
 from tests.pipelines.model_server import Server
 
 ASKED = (
@@ -53,7 +53,7 @@ def config(request, monkeypatch):
     pytest.skip(reason)
   monkeypatch.setattr(installed, 'site', lambda *given: None)
   for name in ('openpyxl', 'pptx'):
-    pytest.importorskip(name, reason='pip install m2jax[pipelines]')
+    pytest.importorskip(name, reason='pip install -e ./m2jax_pipelines')
   return PIPELINES[request.param]
 
 

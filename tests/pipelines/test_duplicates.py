@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from m2jax.pipelines import duplicates, reasoning, reasoning_facts, slides, spreadsheets
-from m2jax.pipelines.spreadsheets import models
+from m2jax_pipelines import duplicates, reasoning, reasoning_facts, slides, spreadsheets
+from m2jax_pipelines.spreadsheets import models
 
-pytest.importorskip('datasketch', reason='pip install m2jax[pipelines]')
+pytest.importorskip('datasketch', reason='pip install -e ./m2jax_pipelines')
 
 
 def test_a_pair_at_the_threshold_is_found():
@@ -100,7 +100,7 @@ def test_decks_are_told_apart_by_their_tables():
 
 
 def _problem(question, answer, **record):
-  from m2jax.tasks.reasoning import problems
+  from m2jax_pipelines.tasks.reasoning import problems
 
   return problems.Problem(question, answer, {'metadata': record})
 
@@ -173,8 +173,8 @@ def test_another_problem_is_kept(case):
 def test_every_generator_has_facts():
   """Those of the package's own records: fields that are named must be there, and
   different problems of a generator are rarely alike."""
-  pytest.importorskip('reasoning_gym', reason='pip install m2jax[pipelines]')
-  from m2jax.tasks.reasoning import problems
+  pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
+  from m2jax_pipelines.tasks.reasoning import problems
 
   near = duplicates.NearDuplicates(reasoning.Config().near_duplicate)
   twins = 0

@@ -12,16 +12,16 @@ import signal
 import grain
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import duplicates, records
 from m2jax.tasks import harbor
+from m2jax_pipelines import duplicates, make, records
+from m2jax_pipelines.source import Tasks
 from tests import processes
 from tests.pipelines import toy
 from tests.waiting import wait_until
 
 
 def _run(config, workdir):
-  return asyncio.run(pipelines.run(config, workdir, show=False))
+  return asyncio.run(make.run(config, workdir, show=False))
 
 
 @pytest.fixture(scope='module')
@@ -86,11 +86,11 @@ def test_only_admitted_tasks_are_on_disk(mixed):
 def test_grain_reads_the_tasks(mixed):
   """The result is a random-access source, with the splits apart."""
   workdir, _ = mixed
-  source = pipelines.Tasks(workdir, 'train')
+  source = Tasks(workdir, 'train')
   dataset = grain.MapDataset.source(source).shuffle(seed=1)
   names = sorted(dataset[i].directory.path.name for i in range(len(dataset)))
   assert names == ['sum-0', 'sum-8']
-  assert pipelines.Tasks(workdir, 'held_out').fingerprint != source.fingerprint
+  assert Tasks(workdir, 'held_out').fingerprint != source.fingerprint
 
 
 def test_the_report_shows_counts_reasons_and_examples(mixed):
@@ -134,7 +134,7 @@ def test_a_killed_run_resumes(tmp_path):
 def test_a_failure_of_the_machine_is_tried_again(tmp_path, monkeypatch):
   """An infrastructure failure says nothing about the task (law 5)."""
   from m2jax import sandbox
-  from m2jax.pipelines import admission
+  from m2jax_pipelines import admission
 
   async def broken(*args, **kwargs):
     raise sandbox.SandboxError('the disk is gone')

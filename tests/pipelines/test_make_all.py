@@ -9,7 +9,8 @@ import subprocess
 import pytest
 
 from experiments import make_all_tasks
-from m2jax.pipelines import PipelineConfig, discovery, records
+from m2jax_pipelines import discovery, records
+from m2jax_pipelines.candidate import PipelineConfig
 from tests import processes
 from tests.pipelines import toy
 from tests.waiting import wait_until
@@ -89,4 +90,4 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
   (tmp_path / 'lab' / '__init__.py').write_text('import no_such_package\n')
   monkeypatch.syspath_prepend(tmp_path)
   found = discovery.unavailable('lab.puzzles')
-  assert 'no_such_package' in found and "pip install 'm2jax[pipelines]'" in found
+  assert 'no_such_package' in found and 'pip install -e ./m2jax_pipelines' in found

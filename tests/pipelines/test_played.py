@@ -16,9 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m2jax import pipelines, tasks
+from m2jax import tasks
 from m2jax.agents import episodes, whitebox
-from m2jax.pipelines import (
+from m2jax.rl import rewards, samples
+from m2jax.tasks import harbor
+from m2jax.tasks.terminal import shell
+from m2jax_pipelines import (
   appdev,
   deep_search,
   discovery,
@@ -28,10 +31,8 @@ from m2jax.pipelines import (
   slides,
   spreadsheets,
 )
-from m2jax.pipelines import terminal_gym as gym
-from m2jax.rl import rewards, samples
-from m2jax.tasks import harbor
-from m2jax.tasks.terminal import shell
+from m2jax_pipelines import terminal_gym as gym
+from m2jax_pipelines.source import Tasks
 from tests.gateway.conftest import response_text, serve, tok
 from tests.pipelines import as_harbor
 from tests.pipelines.swe import package
@@ -150,15 +151,15 @@ def made(tmp_path_factory):
     if name not in found:
       packages, config_of = PIPELINES[name]
       for module in ('datasketch', *packages):
-        pytest.importorskip(module, reason='pip install m2jax[pipelines]')
+        pytest.importorskip(module, reason='pip install -e ./m2jax_pipelines')
       if reason := discovery.unavailable(name):
         pytest.skip(reason)
       dataset = tmp_path_factory.mktemp(name)
       with pytest.MonkeyPatch.context() as patch:
         config = config_of(dataset, patch)
-        summary = asyncio.run(pipelines.run(config, dataset, show=False))
+        summary = asyncio.run(make.run(config, dataset, show=False))
       assert summary.tasks == 1, 'no candidate was admitted'
-      [split] = [s for s in harbor.SPLITS if len(pipelines.Tasks(dataset, s))]
+      [split] = [s for s in harbor.SPLITS if len(Tasks(dataset, s))]
       spec = tasks.spec(harbor.Config(dataset=str(dataset)), split, 0)
       found[name] = Made(dataset, spec)
     return found[name]

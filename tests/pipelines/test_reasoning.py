@@ -8,12 +8,13 @@ import dataclasses
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import reasoning, recheck, records, seat
 from m2jax.tasks import harbor
-from m2jax.tasks.reasoning import problems
+from m2jax_pipelines import make, reasoning, recheck, records, seat
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.source import Tasks
+from m2jax_pipelines.tasks.reasoning import problems
 
-pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
+pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
 CONFIG = reasoning.Config(
   generators=('gcd', 'lcm', 'products', 'rush_hour'),
   levels=(0,),
@@ -25,7 +26,7 @@ CONFIG = reasoning.Config(
 @pytest.fixture(scope='module')
 def dataset(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('reasoning')
-  asyncio.run(pipelines.run(CONFIG, workdir, show=False))
+  asyncio.run(make.run(CONFIG, workdir, show=False))
   return workdir
 
 
@@ -39,7 +40,7 @@ def test_tasks_are_proved_and_split_by_generator(dataset):
 
 
 def test_a_task_names_package_version_hash_and_licence(dataset):
-  task = pipelines.Tasks(dataset, 'train')[0]
+  task = Tasks(dataset, 'train')[0]
   source = task.directory.metadata.source
   assert source['name'] == 'reasoning-gym' and source['licence'] == 'Apache-2.0'
   assert len(source['record_sha256']) == 64 and source['version']
@@ -48,7 +49,7 @@ def test_a_task_names_package_version_hash_and_licence(dataset):
 def test_the_second_verifier_agrees_and_can_disagree(dataset, capsys):
   assert recheck.main(dataset, 50, 0) == 0
   assert '0 disagreements' in capsys.readouterr().out
-  task = pipelines.Tasks(dataset, 'train')[0].directory.path
+  task = Tasks(dataset, 'train')[0].directory.path
   expected = task / 'tests' / 'expected.txt'
   right = expected.read_text()
   expected.write_text(right + '1')
@@ -119,7 +120,7 @@ def test_second_solvers_know_cases_that_are_rare(generator, question, answer):
 def test_one_constant_answer_is_not_worth_much(generator, tmp_path):
   """Nine of ten syllogisms of level 0 follow: always "Yes" would be nearly right."""
   config = reasoning.Config(generators=(generator,), levels=(0,), max_rounds=160)
-  context = pipelines.Context(tmp_path, seat.Seat(config.author, 'author'))
+  context = Context(tmp_path, seat.Seat(config.author, 'author'))
 
   async def drafts():
     stream = reasoning.candidates(config, context)
@@ -164,7 +165,7 @@ CHEATS = {
 @pytest.fixture(scope='module')
 def verdicts(dataset):
   """The verdict on each attempt; several run at a time."""
-  task = pipelines.Tasks(dataset, 'dev')[0]
+  task = Tasks(dataset, 'dev')[0]
   several = asyncio.Semaphore(4)
 
   async def one(command):
@@ -188,6 +189,6 @@ def test_a_dataset_continues(dataset):
   """More of the same settings: no problem is tried twice."""
   before = len(records.read(dataset / 'records.jsonl'))
   config = dataclasses.replace(CONFIG, count=5)
-  assert asyncio.run(pipelines.run(config, dataset, show=False)).added == 1
+  assert asyncio.run(make.run(config, dataset, show=False)).added == 1
   rows = records.read(dataset / 'records.jsonl')
   assert len({r['id'] for r in rows}) == len(rows) > before

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from m2jax import sandbox
-from m2jax.pipelines import rubric, seat
+from m2jax_pipelines import rubric, seat
 from tests.pipelines import model_server
 
 ITEMS = (

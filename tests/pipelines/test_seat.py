@@ -10,10 +10,11 @@ import time
 
 import pytest
 
-from m2jax import pipelines, sandbox
-from m2jax.pipelines import appdev, installed, make, records, seat
-from m2jax.pipelines.appdev import query
-from m2jax.pipelines.context import Context
+from m2jax import sandbox
+from m2jax_pipelines import appdev, installed, make, records, seat
+from m2jax_pipelines.appdev import query
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.source import Tasks
 from tests.pipelines import toy
 from tests.pipelines.model_server import Server
 
@@ -126,7 +127,7 @@ def test_a_passing_outage_is_waited_for(monkeypatch):
 
 def _run(config, workdir, count):
   config = dataclasses.replace(config, count=count)
-  return asyncio.run(pipelines.run(config, workdir, show=False))
+  return asyncio.run(make.run(config, workdir, show=False))
 
 
 def test_an_outage_of_the_author_burns_no_candidate(tmp_path, monkeypatch):
@@ -145,7 +146,7 @@ def test_an_outage_of_the_author_burns_no_candidate(tmp_path, monkeypatch):
   rows = records.read(tmp_path / 'records.jsonl')[3:]
   admitted = {row['id'] for row in rows if row['outcome'] == 'admitted'}
   assert admitted == {'sum/0', 'sum/1'}
-  made = pipelines.Tasks(tmp_path, 'train')[0].directory
+  made = Tasks(tmp_path, 'train')[0].directory
   assert made.instruction.startswith('Please: ')
 
 

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from benchmarks import second_verifier_cowork
-from m2jax.pipelines import slides, spreadsheets
-from m2jax.pipelines.spreadsheets import models, tables
 from m2jax.tasks import harbor
+from m2jax_pipelines import slides, spreadsheets
+from m2jax_pipelines.spreadsheets import models, tables
 
-pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
+pytest.importorskip('openpyxl', reason='pip install -e ./m2jax_pipelines')
 
 
 _DRAWERS = [*models.GENERATORS, *tables.drawers()]
@@ -48,7 +48,7 @@ def _deck(number, directory):
 
 def test_it_agrees_with_decks(tmp_path):
   """On right decks, and on those that an edit of their XML makes wrong."""
-  pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
+  pytest.importorskip('pptx', reason='pip install -e ./m2jax_pipelines')
   assert second_verifier_cowork.slides(_deck(0, tmp_path), {}) == ''
 
 
@@ -64,7 +64,7 @@ def test_it_agrees_with_decks(tmp_path):
 def test_it_finds_a_wrong_spec_or_verifier_of_decks(
   tmp_path, monkeypatch, part, old, new, reason
 ):
-  pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
+  pytest.importorskip('pptx', reason='pip install -e ./m2jax_pipelines')
   monkeypatch.setattr(random.Random, 'sample', lambda self, names, k: list(names)[-k:])
   path = _deck(0, tmp_path)
   text = (path / 'tests' / part).read_text()

@@ -15,12 +15,13 @@ from experiments import common
 from m2jax import tasks
 from m2jax.agents import whitebox
 from m2jax.agents.context import ContextConfig
-from m2jax.pipelines import discovery, records, suites
-from m2jax.tasks import demonstrations, reasoning
+from m2jax.tasks import demonstrations
+from m2jax_pipelines import discovery, records, suites
+from m2jax_pipelines.tasks import reasoning
 from tests.pipelines import model_server
-from tests.tasks.test_clicks import MISSING as NO_CLICKS
+from tests.pipelines.tasks.test_clicks import MISSING as NO_CLICKS
 
-pytest.importorskip('reasoning_gym', reason='pip install "m2jax[pipelines]"')
+pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
 
 
 def _config(**changes):

@@ -13,8 +13,8 @@ from m2jax import tasks
 from m2jax.agents import perturbed, whitebox
 from m2jax.agents.context import ContextConfig
 from m2jax.data import chats as chats_lib
-from m2jax.pipelines import records, suites, verified
-from m2jax.tasks import lookup
+from m2jax_pipelines import records, suites, verified
+from m2jax_pipelines.tasks import lookup
 from tests.pipelines import model_server
 
 SCAFFOLDS = {

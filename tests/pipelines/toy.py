@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from m2jax import pipelines
-from m2jax.pipelines.candidate import attempted
 from m2jax.tasks import harbor
+from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 
 TEST = """\
 if [ -e "$M2JAX_TREE/flaky" ] && [ -z "$FIRST" ]; then
@@ -19,7 +18,7 @@ UNDECIDED = 'exit 3\n'
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(pipelines.PipelineConfig):
+class Config(PipelineConfig):
   """kinds: one letter per candidate; see `_draft`."""
 
   kind: str = 'tests.pipelines.toy'
@@ -53,7 +52,7 @@ async def candidates(config, context):
       about = f'sum/{number}', 'drawing', 'sum', 'b'
       yield await attempted(_told(context, number, words, about), *about)
       continue
-    yield pipelines.Candidate(
+    yield Candidate(
       id=f'sum/{number}',
       stage='drawing',
       family='sum',
@@ -70,4 +69,4 @@ async def _told(context, number, words, about):
   ask = [{'role': 'user', 'content': draft.instruction}]
   told = await context.author.write(ask, lambda: draft.instruction)
   draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
-  return pipelines.Candidate(*about, draft=draft, text=words)
+  return Candidate(*about, draft=draft, text=words)

@@ -14,7 +14,8 @@ from m2jax.agents import mixed as mixed_agents
 from m2jax.forge import evaluation, prepare
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.curriculum import Curriculum, CurriculumConfig
-from m2jax.tasks import demonstrations, lookup, mixed
+from m2jax.tasks import demonstrations, mixed
+from m2jax_pipelines.tasks import lookup
 from tests.gateway.conftest import response_text, serve, tok
 
 __all__ = ['serve', 'tok']

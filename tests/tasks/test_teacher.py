@@ -9,9 +9,10 @@ import json
 import pytest
 
 from m2jax import sandbox, tasks
-from m2jax.tasks import demonstrations, lookup, terminal
+from m2jax.tasks import demonstrations, terminal
 from m2jax.tasks.terminal import shell, teacher
 from m2jax.text import chat
+from m2jax_pipelines.tasks import lookup
 from tests.tasks import local_shell
 
 FAMILIES = sorted(terminal.FAMILIES)

@@ -32,8 +32,8 @@ def judged(jobs, sites: Path, *, crash='', chromium='', timeout_s=300.0) -> dict
 
 async def _judged(jobs, sites, options, timeout_s):
   from m2jax import sandbox
-  from m2jax.pipelines import appdev, installed
   from m2jax.tasks.harbor import verifier
+  from m2jax_pipelines import appdev, installed
 
   site = installed.site(sites, 'appdev', appdev.PACKAGES)
   tests = Path(appdev.__file__).parent / 'verifier'

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines import appdev
+from m2jax_pipelines import appdev
 
 
 @pytest.fixture(scope='session')
@@ -16,7 +16,7 @@ def sites(tmp_path_factory):
   if reason := appdev.unavailable():
     pytest.skip(reason)
   if importlib.util.find_spec('datasketch') is None:
-    pytest.skip('pip install m2jax[pipelines]')
+    pytest.skip('pip install -e ./m2jax_pipelines')
   return tmp_path_factory.mktemp('sites')
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import random
 
-from m2jax.pipelines.appdev import app
+from m2jax_pipelines.appdev import app
 
 _BODY = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>Sums</title>{head}</head>

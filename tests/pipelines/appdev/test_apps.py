@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines import appdev, duplicates, evidence, installed, seat
-from m2jax.pipelines.appdev import kinds, looks, query
-from m2jax.pipelines.appdev.app import label
-from m2jax.pipelines.appdev.kinds import calculator, cart
-from m2jax.pipelines.appdev.verifier import browser, grade, visual
 from m2jax.tasks.harbor import directory, verifier
+from m2jax_pipelines import appdev, duplicates, evidence, installed, seat
+from m2jax_pipelines.appdev import kinds, looks, query
+from m2jax_pipelines.appdev.app import label
+from m2jax_pipelines.appdev.kinds import calculator, cart
+from m2jax_pipelines.appdev.verifier import browser, grade, visual
 from tests.pipelines import model_server
 
 PNG = b'\x89PNG\r\n\x1a\n' + bytes(16)
@@ -32,7 +32,7 @@ def drawn(kind, seed=0):
 
 def test_there_are_more_than_60_distinct_tasks():
   """By the pipeline's own threshold, over all kinds."""
-  pytest.importorskip('datasketch', reason='pip install m2jax[pipelines]')
+  pytest.importorskip('datasketch', reason='pip install -e ./m2jax_pipelines')
   near = duplicates.NearDuplicates(appdev.Config().near_duplicate)
   distinct = 0
   for kind in kinds.DRAWERS:

@@ -13,11 +13,11 @@ import random
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines import appdev
-from m2jax.pipelines.appdev import kinds
 from m2jax.tasks import harbor
+from m2jax_pipelines import appdev
+from m2jax_pipelines.appdev import kinds
 
-pytest.importorskip('playwright', reason='pip install m2jax[pipelines]')
+pytest.importorskip('playwright', reason='pip install -e ./m2jax_pipelines')
 _KILL = 'os.kill(os.getpid(), 9)'
 # A process that takes memory until it has been measured, and gives it back.
 _TAKE = (

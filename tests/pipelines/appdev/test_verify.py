@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from m2jax.pipelines.appdev import kinds
+from m2jax_pipelines.appdev import kinds
 from tests.pipelines.appdev import batch, gaming
 
 

@@ -9,9 +9,9 @@ import zipfile
 
 import pytest
 
-from m2jax.pipelines import slides
+from m2jax_pipelines import slides
 
-pptx = pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
+pptx = pytest.importorskip('pptx', reason='pip install -e ./m2jax_pipelines')
 from pptx.oxml import parse_xml  # noqa: E402
 from pptx.util import Inches, Pt  # noqa: E402
 

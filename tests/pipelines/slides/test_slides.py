@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines import slides, spreadsheets
-from m2jax.pipelines.slides import render
+from m2jax_pipelines import slides, spreadsheets
+from m2jax_pipelines.slides import render
 
-pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
-pptx = pytest.importorskip('pptx', reason='pip install m2jax[pipelines]')
+pytest.importorskip('openpyxl', reason='pip install -e ./m2jax_pipelines')
+pptx = pytest.importorskip('pptx', reason='pip install -e ./m2jax_pipelines')
 from tests.pipelines.slides import charts, drawn, right, texts, unseen  # noqa: E402
 from tests.pipelines.slides.decks import DRAFT, SPEC, saved  # noqa: E402
 
@@ -39,7 +39,7 @@ def grade():
 
 @pytest.fixture(scope='module')
 def solved(tmp_path_factory):
-  from m2jax.pipelines.slides import solve
+  from m2jax_pipelines.slides import solve
 
   path = tmp_path_factory.mktemp('deck') / 'deck.pptx'
   rows = [line.split(',') for line in DRAFT.overlay['data.csv'].decode().split()[1:]]

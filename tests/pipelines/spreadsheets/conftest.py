@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines import spreadsheets
+from m2jax_pipelines import spreadsheets
 
 
 @pytest.fixture(scope='module')

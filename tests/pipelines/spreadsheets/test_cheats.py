@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from m2jax.pipelines.spreadsheets import guard, models, tables
+from m2jax_pipelines.spreadsheets import guard, models, tables
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
   bytes_of,
@@ -21,8 +21,8 @@ from tests.pipelines.spreadsheets.workbooks import (
   with_,
 )
 
-openpyxl = pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
-pytest.importorskip('formulas', reason='pip install m2jax[pipelines]')
+openpyxl = pytest.importorskip('openpyxl', reason='pip install -e ./m2jax_pipelines')
+pytest.importorskip('formulas', reason='pip install -e ./m2jax_pipelines')
 
 
 def _constants():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from m2jax.pipelines.spreadsheets import guard
+from m2jax_pipelines.spreadsheets import guard
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
   PROJECT,
@@ -14,8 +14,8 @@ from tests.pipelines.spreadsheets.workbooks import (
   spec,
 )
 
-openpyxl = pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
-pytest.importorskip('formulas', reason='pip install m2jax[pipelines]')
+openpyxl = pytest.importorskip('openpyxl', reason='pip install -e ./m2jax_pipelines')
+pytest.importorskip('formulas', reason='pip install -e ./m2jax_pipelines')
 
 _MAIN = b'http://schemas.openxmlformats.org/spreadsheetml/2006/main'
 _SHEET, _STYLES = 'xl/worksheets/sheet2.xml', 'xl/styles.xml'

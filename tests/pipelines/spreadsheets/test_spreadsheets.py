@@ -12,11 +12,11 @@ import sys
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import installed, spreadsheets
-from m2jax.pipelines.seat import Seat
-from m2jax.pipelines.spreadsheets import engines, guard, models, mutants, tables
 from m2jax.tasks import harbor
+from m2jax_pipelines import installed, spreadsheets
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.seat import Seat
+from m2jax_pipelines.spreadsheets import engines, guard, models, mutants, tables
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
   bytes_of,
@@ -26,8 +26,8 @@ from tests.pipelines.spreadsheets.workbooks import (
   with_,
 )
 
-openpyxl = pytest.importorskip('openpyxl', reason='pip install m2jax[pipelines]')
-pytest.importorskip('formulas', reason='pip install m2jax[pipelines]')
+openpyxl = pytest.importorskip('openpyxl', reason='pip install -e ./m2jax_pipelines')
+pytest.importorskip('formulas', reason='pip install -e ./m2jax_pipelines')
 
 
 _DRAWERS = (*models.GENERATORS, *tables.drawers())
@@ -222,7 +222,7 @@ def _candidates(directory, number):
 
   async def first():
     config = spreadsheets.Config(engines=('formulas',))
-    context = pipelines.Context(directory, Seat(config.author, 'author'))
+    context = Context(directory, Seat(config.author, 'author'))
     found = []
     async for candidate in spreadsheets.candidates(config, context):
       found.append(candidate)

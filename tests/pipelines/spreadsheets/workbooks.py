@@ -7,8 +7,8 @@ import json
 import random
 import zipfile
 
-from m2jax.pipelines import spreadsheets
-from m2jax.pipelines.spreadsheets import models
+from m2jax_pipelines import spreadsheets
+from m2jax_pipelines.spreadsheets import models
 
 MODEL = models.loan(random.Random(2))
 PROJECT = models.project(random.Random(2))

@@ -32,8 +32,8 @@ def judged(task, attempts: Mapping[str, str], limit_s: Mapping[str, float] = {})
 
 async def _judged(task, attempts, limit_s):
   from m2jax import sandbox
-  from m2jax.pipelines.make import LIMITS
   from m2jax.tasks.harbor import verifier
+  from m2jax_pipelines.make import LIMITS
 
   directory = task.directory
   places = verifier.host(directory.dataset).read_only

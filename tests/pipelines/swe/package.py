@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines.swe import collect, environment
-from m2jax.pipelines.swe.config import Config
+from m2jax_pipelines.swe import collect, environment
+from m2jax_pipelines.swe.config import Config
 
 CORE = '''\
 """Arithmetic of small things."""

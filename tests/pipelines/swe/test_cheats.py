@@ -11,9 +11,9 @@ import asyncio
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import drafts
 from m2jax.tasks import harbor
+from m2jax_pipelines.make import LIMITS
+from m2jax_pipelines.swe import drafts
 from tests.pipelines.swe import batch, computed, package
 
 _CORE = 'src/tinycalc/core.py'

@@ -10,7 +10,7 @@ import tarfile
 
 import pytest
 
-from m2jax.pipelines.swe import collect, environment, requirements
+from m2jax_pipelines.swe import collect, environment, requirements
 
 _BACKEND = """
 import pathlib

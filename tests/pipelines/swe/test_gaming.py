@@ -11,8 +11,8 @@ import random
 
 import pytest
 
-from m2jax.pipelines.swe import drafts, grade, third, timing, variants
 from m2jax.tasks import harbor
+from m2jax_pipelines.swe import drafts, grade, third, timing, variants
 from tests.pipelines.swe import batch, computed, package, test_cheats
 
 _CORE = 'src/tinycalc/core.py'

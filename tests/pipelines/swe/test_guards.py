@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines.swe import alone, environment, guards, snapshot
+from m2jax_pipelines.swe import alone, environment, guards, snapshot
 
 # Each request, a directory and code, is watched in a process of its own.
 _WATCHED = """

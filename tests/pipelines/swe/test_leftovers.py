@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines.swe import grade, processes
+from m2jax_pipelines.swe import grade, processes
 
 # Starts a daemon as code under test may: two forks and a session of its own.
 _DAEMON = """

@@ -17,12 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax import pipelines, sandbox
-from m2jax.pipelines import records, seat, swe
-from m2jax.pipelines.candidate import Candidate
-from m2jax.pipelines.context import Context
-from m2jax.pipelines.make import LIMITS
-from m2jax.pipelines.swe import (
+from m2jax import sandbox
+from m2jax.tasks import harbor
+from m2jax_pipelines import make, records, seat, swe
+from m2jax_pipelines.candidate import Candidate
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.make import LIMITS
+from m2jax_pipelines.source import Tasks
+from m2jax_pipelines.swe import (
   collect,
   drafts,
   environment,
@@ -34,7 +36,6 @@ from m2jax.pipelines.swe import (
   statements,
   timing,
 )
-from m2jax.tasks import harbor
 from tests.pipelines import test_seat
 from tests.pipelines.model_server import Server
 from tests.pipelines.swe import package
@@ -774,12 +775,12 @@ def test_the_pipeline_makes_tasks_of_every_family(tmp_path, monkeypatch):
   package.offline(monkeypatch)
   package.site(tmp_path)
   config = dataclasses.replace(package.CONFIG, count=5)
-  asyncio.run(pipelines.run(config, tmp_path, show=False))
+  asyncio.run(make.run(config, tmp_path, show=False))
   rows = records.read(tmp_path / 'records.jsonl')
   admitted = [r for r in rows if r['outcome'] == 'admitted']
   assert len(admitted) == 5, [(r['family'], r['reason']) for r in rows]
   assert {r['family'] for r in admitted} >= {'bug', 'test'}
-  task = pipelines.Tasks(tmp_path, 'train')[0]
+  task = Tasks(tmp_path, 'train')[0]
   assert task.directory.metadata.source['licence'] == 'MIT'
   assert 'SWE-Test inversion' in (tmp_path / 'report.html').read_text()
 
@@ -790,8 +791,8 @@ def test_a_real_package_from_the_registry(tmp_path):
   config = swe.Config(
     packages=('isodate==0.7.2',), count=2, releases=0, held_out=('isodate',)
   )
-  done = asyncio.run(pipelines.run(config, tmp_path, show=False))
+  done = asyncio.run(make.run(config, tmp_path, show=False))
   assert done.tasks == 2
-  task = pipelines.Tasks(tmp_path, 'held_out')[0]
+  task = Tasks(tmp_path, 'held_out')[0]
   source = task.directory.metadata.source
   assert source['sha256'].startswith('4cd1aa0f43ca76f4') and 'BSD' in source['licence']

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from m2jax import pipelines
-from m2jax.pipelines import records, swe
 from m2jax.tasks import harbor
+from m2jax_pipelines import make, records, swe
 
 _COUNT = int(os.environ.get('SWE_COUNT', 0))
 pytestmark = [
@@ -31,7 +30,7 @@ def made(tmp_path_factory):
   workdir = os.environ.get('SWE_WORKDIR')
   workdir = Path(workdir) if workdir else tmp_path_factory.mktemp('thousand')
   config = swe.Config(count=_COUNT, parallel=1)
-  asyncio.run(pipelines.run(config, workdir))
+  asyncio.run(make.run(config, workdir))
   rows = records.read(workdir / 'records.jsonl')
   return config, workdir, rows, [r for r in rows if r['outcome'] == 'admitted']
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax.pipelines.swe import mutate, third, twins
+from m2jax_pipelines.swe import mutate, third, twins
 
 
 def _outcome(text: str) -> str:

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from m2jax import sandbox
-from m2jax.pipelines import installed
-from m2jax.pipelines.terminal_gym import drafts, seeds, solvers, statements
-from m2jax.pipelines.terminal_gym.families import FAMILIES
 from m2jax.tasks import harbor
+from m2jax_pipelines import installed
+from m2jax_pipelines.terminal_gym import drafts, seeds, solvers, statements
+from m2jax_pipelines.terminal_gym.families import FAMILIES
 
 SOURCE = installed.Source('nothing', '1', '0', 'none')
 SEED = seeds.Seed('nothing/0', 'title', 'text', (), SOURCE, 'A')

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from m2jax import pipelines, sandbox
-from m2jax.pipelines import installed, seat
-from m2jax.pipelines import terminal_gym as gym
-from m2jax.pipelines.context import Context
-from m2jax.pipelines.terminal_gym import drafts, grade, seeds, solvers, statements
-from m2jax.pipelines.terminal_gym.drawn import NOTES, Degenerate, Family
-from m2jax.pipelines.terminal_gym.families import FAMILIES
+from m2jax import sandbox
 from m2jax.tasks.harbor import compose
+from m2jax_pipelines import installed, make, seat
+from m2jax_pipelines import terminal_gym as gym
+from m2jax_pipelines.context import Context
+from m2jax_pipelines.source import Tasks
+from m2jax_pipelines.terminal_gym import drafts, grade, seeds, solvers, statements
+from m2jax_pipelines.terminal_gym.drawn import NOTES, Degenerate, Family
+from m2jax_pipelines.terminal_gym.families import FAMILIES
 from tests.pipelines.model_server import Server
 
 SOURCE = installed.Source('package', '1.2', 'a' * 64, 'GFDL')
@@ -277,7 +278,7 @@ def test_difficulty_follows_the_solvers():
 def test_a_run_records_seeds_depths_and_difficulty(documents, tmp_path):
   config = gym.Config(count=3, families=('find_size', 'join'), depths=3, trials=1)
   try:
-    summary = asyncio.run(pipelines.run(config, tmp_path / 'set', show=False))
+    summary = asyncio.run(make.run(config, tmp_path / 'set', show=False))
   except sandbox.SandboxUnavailable as error:
     pytest.skip(str(error))
   assert summary.tasks == 3
@@ -291,7 +292,7 @@ def test_a_run_records_seeds_depths_and_difficulty(documents, tmp_path):
   assert [r['facts']['parent'] for r in tasks] == ['', tasks[0]['id'], tasks[1]['id']]
   assert [r['facts']['rates']['literal'] for r in tasks] == [1, 1, 0]
   assert all(r['facts']['seed'] == 'find.1/1' for r in tasks)
-  assert len(list(pipelines.Tasks(tmp_path / 'set'))) == 3
+  assert len(list(Tasks(tmp_path / 'set'))) == 3
 
 
 @pytest.mark.long
