@@ -28,13 +28,13 @@ from benchmarks.kv_routing_engine import (
 )
 from benchmarks.kv_routing_trace import Session, Turn
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.batcher import TOTALS
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.fleet import Fleet, Prior, Sizes
-from m2jax.rollout.jobs import Job
-from m2jax.rollout.prefix_cache import PrefixCache
-from m2jax.rollout.routing_policies import Choice, Policy
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.routing.fleet import Fleet, Prior, Sizes
+from m2jax.rollout.routing.policies import Choice, Policy
+from m2jax.rollout.serving.batcher import TOTALS
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.jobs import Job
+from m2jax.rollout.tiers.prefix_cache import PrefixCache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import types
 
 import numpy as np
 
-from m2jax.rollout.batcher import Batcher
-from m2jax.rollout.decode_state import LENGTH, RUNNING, Sampled
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.prefix_cache import PrefixCache
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.decode_state import LENGTH, RUNNING, Sampled
+from m2jax.rollout.serving.batcher import Batcher
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.tiers.prefix_cache import PrefixCache
 
 
 @dataclasses.dataclass(frozen=True)

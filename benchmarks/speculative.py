@@ -48,9 +48,9 @@ from m2jax.checkpoint import CheckpointManager
 from m2jax.config import ModelConfig
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
 from m2jax.train import pretrain
 from m2jax.train import step as train_step
 from m2jax.train.loop import Run

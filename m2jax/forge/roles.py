@@ -15,8 +15,8 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import Completion
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
 from m2jax.text.tokenizer import Tokenizer
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from m2jax.gateway import fields
 from m2jax.gateway.errors import invalid, unsupported
-from m2jax.rollout import grammars
 from m2jax.rollout.api import Grammar
+from m2jax.rollout.serving import grammars
 from m2jax.text.tokenizer import Tokenizer
 
 MAX_SCHEMA_CHARACTERS = 64 << 10

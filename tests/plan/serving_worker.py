@@ -34,9 +34,9 @@ def expected(cfg, variables, tokens):
 def served(cfg, variables, tokens, mesh):
   """The same by the engine's calls, two chunks and one step."""
   from m2jax import sharding
-  from m2jax.rollout import decode_state
-  from m2jax.rollout.engine import Engine
-  from m2jax.rollout.engine_config import EngineConfig
+  from m2jax.rollout.engine import decode_state
+  from m2jax.rollout.engine.config import EngineConfig
+  from m2jax.rollout.engine.engine import Engine
 
   where = sharding.make(sharding.MeshConfig(**mesh, rules='serve'))
   groups = where.size('rows')

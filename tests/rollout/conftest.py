@@ -12,9 +12,9 @@ import pytest
 
 from m2jax import model
 from m2jax.config import ModelConfig
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
 from tests import quick
 
 CONTEXT = 48

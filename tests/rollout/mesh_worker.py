@@ -19,14 +19,15 @@ import jax
 import numpy as np
 
 from m2jax import platforms, sharding
-from m2jax.rollout import placement, sequences
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.batcher import Batcher
-from m2jax.rollout.decode_state import make_slots
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.jobs import Job
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine import placement
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.decode_state import make_slots
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving import sequences
+from m2jax.rollout.serving.batcher import Batcher
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.jobs import Job
 from tests import quick
 from tests.sharding import small
 

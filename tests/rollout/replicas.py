@@ -7,9 +7,9 @@ import concurrent.futures
 import numpy as np
 
 from m2jax.rollout.api import EngineError, GenerateResult, NewTokens
-from m2jax.rollout.batcher import TOTALS
-from m2jax.rollout.page_journal import Event
-from m2jax.rollout.scheduler import Handle
+from m2jax.rollout.serving.batcher import TOTALS
+from m2jax.rollout.serving.scheduler import Handle
+from m2jax.rollout.tiers.page_journal import Event
 
 
 class FakeReplica:

@@ -26,11 +26,11 @@ from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine_server import EngineServer
 from m2jax.records import policy_version
-from m2jax.rollout import handover
-from m2jax.rollout.disaggregated import Disaggregated
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.remote_prefill import RemotePrefills
-from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.disaggregation import handover
+from m2jax.rollout.disaggregation.decode_engine import Disaggregated
+from m2jax.rollout.disaggregation.remote_prefill import RemotePrefills
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.sharding import Sharding
 
 _POLL_S = 1.0

@@ -24,11 +24,11 @@ from absl import logging
 from m2jax.agents import http
 from m2jax.checks import require
 from m2jax.forge.remote import wire
-from m2jax.rollout import requests
 from m2jax.rollout.api import GenerateRequest, NewTokens
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.page_journal import Event, PageJournal
-from m2jax.rollout.scheduler import EngineError, Handle
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.serving import requests
+from m2jax.rollout.serving.scheduler import EngineError, Handle
+from m2jax.rollout.tiers.page_journal import Event, PageJournal
 
 _FRAME_LIMIT_BYTES = 1 << 31  # expert ids of a long context
 

@@ -30,9 +30,9 @@ from m2jax.gateway import hosts, receiving, streaming
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.gateway.listener import Listener
-from m2jax.rollout import replica_stats
 from m2jax.rollout.api import NewTokens
-from m2jax.rollout.scheduler import EngineError
+from m2jax.rollout.routing import replica_stats
+from m2jax.rollout.serving.scheduler import EngineError
 
 
 @dataclasses.dataclass(frozen=True)

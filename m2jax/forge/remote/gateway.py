@@ -22,7 +22,7 @@ from m2jax.forge.remote.outside import Leased
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
 from m2jax.pool.data_pool import DataPool
-from m2jax.rollout.router import Router
+from m2jax.rollout.routing.router import Router
 
 
 def recorder(pool: DataPool):

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from m2jax.rollout.page_journal import Event
+from m2jax.rollout.tiers.page_journal import Event
 
 
 class Pages(NamedTuple):

@@ -20,9 +20,9 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine import load_first, number
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.prefill_engine import PrefillScheduler
-from m2jax.rollout.prefill_server import PrefillServer
+from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
+from m2jax.rollout.disaggregation.prefill_server import PrefillServer
+from m2jax.rollout.engine.engine import Engine
 
 _POLL_S = 1.0
 

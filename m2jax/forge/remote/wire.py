@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 
 from m2jax.forge.remote.page_log import Pages
-from m2jax.rollout import page_chain
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
   NewTokens,
   SamplingParams,
 )
-from m2jax.rollout.page_journal import Event
+from m2jax.rollout.tiers import page_chain
+from m2jax.rollout.tiers.page_journal import Event
 
 # Kinds of frames: new tokens, the result, an error (JSON), and a sign of life.
 TOKENS, RESULT, ERROR, ALIVE = b'T', b'R', b'E', b'A'

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.forge.remote import engine_client, engine_server, page_log, wire
-from m2jax.rollout import page_chain
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
   PromptTooLong,
   SamplingParams,
 )
-from m2jax.rollout.page_journal import Event
-from m2jax.rollout.router import Router
-from m2jax.rollout.router_config import RouterConfig
-from m2jax.rollout.scheduler import EngineError
+from m2jax.rollout.routing.config import RouterConfig
+from m2jax.rollout.routing.router import Router
+from m2jax.rollout.serving.scheduler import EngineError
+from m2jax.rollout.tiers import page_chain
+from m2jax.rollout.tiers.page_journal import Event
 from tests import processes
 from tests.gateway.scripted_engine import ScriptedEngine
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
