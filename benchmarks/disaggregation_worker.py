@@ -31,7 +31,8 @@ from m2jax.rollout.disaggregation.prefill_server import PrefillServer
 from m2jax.rollout.disaggregation.remote_prefill import RemotePrefills
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
-from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import step as train_step
 
 SLOTS = 32

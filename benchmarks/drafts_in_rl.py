@@ -52,7 +52,8 @@ from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving import drafting
-from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import step as train_step
 
 FROZEN, CROSS_ENTROPY = 'frozen', 'cross-entropy'

@@ -33,7 +33,8 @@ from benchmarks import rollout_worker
 from benchmarks import rollout_workload as workload
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
-from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.rollout.tiers.config import KvPoolConfig
 from m2jax.train import step as train_step
 

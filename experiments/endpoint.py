@@ -18,7 +18,7 @@ from m2jax.forge import roles
 from m2jax.gateway.config import GatewayConfig
 from m2jax.pipelines import records, suites
 from m2jax.rollout.engine.config import EngineConfig
-from m2jax.rollout.serving.scheduler import SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.sharding import MeshConfig
 
 URL = flags.DEFINE_string('url', None, 'OpenAI-compatible server, with /v1.')

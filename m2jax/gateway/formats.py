@@ -1,7 +1,7 @@
 """What a response must be: content of a JSON schema, or a call of one of some tools.
 
 Each dialect has its own form of both (`of` reads what they have in common, `tool_call`
-is for `tool_choice`); the engine gets a grammar (`rollout.grammars`). It bends the
+is for `tool_choice`); the engine gets a grammar (`serving.grammars`). It bends the
 sampled distribution, so that training sessions refuse it. The schema does not become
 part of the prompt: the client describes what it wants there, as with the real services.
 """

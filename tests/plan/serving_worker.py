@@ -62,7 +62,7 @@ def served(cfg, variables, tokens, mesh):
   how.token[:] = np.asarray(tokens)[np.arange(ROWS), LENGTHS]
   rows = np.tile(np.arange(slots, dtype=np.int32), groups)
   state = engine.admit(state, rows, np.full(groups, slots, np.int32), how)
-  _, result = engine.generate(weights, state)
+  _, result = engine.generate_step(weights, state)
   return np.asarray(result.data)[:, 0], np.asarray(result.log_prob)[:, 0]
 
 

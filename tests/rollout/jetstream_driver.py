@@ -25,8 +25,8 @@ from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2
 from jetstream.engine import tokenizer_api
 
-from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.jetstream import adapter
+from m2jax.rollout.jetstream.calls import EngineApi
 from tests.rollout import conftest
 
 
@@ -48,7 +48,7 @@ async def main(prompts, max_tokens, out):
   # The driver has no sampling parameters: sharp weights make its draws greedy.
   variables['params']['head'] = variables['params']['head'] * 1e5
   engine = adapter.JetStreamEngine(
-    Engine(conftest.CFG, conftest.ENGINE_CONFIG), variables, Ids()
+    EngineApi(conftest.CFG, conftest.ENGINE_CONFIG), variables, Ids()
   )
   driver = orchestrator.Driver(
     prefill_engines=[engine],

@@ -24,6 +24,7 @@ from m2jax.rollout.engine import placement
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.decode_state import make_slots
 from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.jetstream.calls import EngineApi
 from m2jax.rollout.serving import sequences
 from m2jax.rollout.serving.batcher import Batcher
 from m2jax.rollout.serving.config import SchedulerConfig
@@ -56,7 +57,7 @@ def make_engine(
     decode_rows=tuple(groups * rows for rows in config.decode_rows),
     prefill_shapes=tuple((groups * rows, c) for rows, c in config.prefill_shapes),
   )
-  engine = Engine(cfg, whole, where)
+  engine = EngineApi(cfg, whole, where)
   assert engine.config == config
   return engine
 
@@ -160,7 +161,7 @@ def from_host(engine: Engine, weights) -> dict[str, Any]:
   }
 
 
-def jetstream(engine: Engine, weights) -> dict[str, Any]:
+def jetstream(engine: EngineApi, weights) -> dict[str, Any]:
   """What JetStream's calls return, of slots of the first group and the last."""
   state, out = engine.init_decode_state(), {}
   tokens = np.random.default_rng(1).integers(88, size=(2, 8))

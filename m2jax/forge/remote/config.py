@@ -31,7 +31,7 @@ class RolesConfig:
       which the learner makes.
     engine_server: the engine's HTTP server.
     engine_client: how the gateway uses an engine.
-    router: how the gateway uses several (`rollout.router`).
+    router: how the gateway uses several (`rollout.routing`).
     prefill_address: of a prefill engine that the engines use, `tcp:HOST:PORT` or
       `unix:PATH`; '': they compute their prompts themselves.
     handover: how they use it.

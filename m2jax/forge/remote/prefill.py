@@ -1,7 +1,7 @@
 """The prefill engine's role: computes prompts for the engines of the run.
 
 It never draws a token. An engine that takes new weights names their version, and this
-process reads it from the published ones (`rollout.prefill_server`).
+process reads it from the published ones (`rollout.disaggregation.prefill_server`).
 """
 
 from __future__ import annotations

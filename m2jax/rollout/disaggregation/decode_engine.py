@@ -5,7 +5,7 @@ prefix is found in the decode engine's own cache. What is missing is then asked 
 prefill engine (`handover.Prefills`), unless it is short: the decode engine prefills up
 to `HandoverConfig.local_tokens` itself. Pages are written to the sequence's own pages
 as they arrive; when the last has, the sequence decodes. All tokens are drawn here, with
-a version and a random stream as on one engine (`scheduler`).
+a version and a random stream as on one engine (`serving`).
 
 The prefill engine is an aid, never a condition: if it stops, refuses or is silent for
 too long, the decode engine prefills what is missing itself and counts it.

@@ -1,7 +1,7 @@
 """The prefill side: computes the pages of prompts and hands them over; draws no token.
 
 An engine of its own, on devices of its own, with its own prefix cache. Sequences are
-placed, prefilled in chunks and shared as in `batcher`. Instead of decoding, each
+placed, prefilled in chunks and shared as in `serving`. Instead of decoding, each
 chunk's pages are read to the host while the next chunk is computed; the slot is free
 when the last are being read.
 

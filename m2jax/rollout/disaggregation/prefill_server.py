@@ -4,7 +4,7 @@
 
 A decode process sends `ask`, `cancel`, `weights` (the version that it has, so that this
 process loads it) and `ping`; it is sent `part`, `failed`, `weights_failed` and `pong`
-(`handover_wire`). When its connection ends, what it has asked for is cancelled.
+(`wire`). When its connection ends, what it has asked for is cancelled.
 
 The newest version that any connected decode process has is loaded. One that cannot be
 loaded is tried again while somebody wants it, and holds up no older one: a version is
@@ -85,7 +85,7 @@ class PrefillServer:
 
     Args:
       scheduler: not started; `start` and `stop` apply to it, too.
-      address: see `handover_wire.Address`; port 0 is a free one.
+      address: see `wire.Address`; port 0 is a free one.
       load: the weights of a version, called from a thread of its own.
       key: at least 16 bytes, which decode processes must know.
       run_id: of the run whose weights these are; another run's versions are others.

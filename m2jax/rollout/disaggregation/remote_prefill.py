@@ -2,7 +2,7 @@
 
   layout = handover.layout(cfg, engine_config, how.part_pages)
   prefills = RemotePrefills('unix:/run/prefill.sock', layout, version=version)
-  serving = disaggregated.Disaggregated(engine, variables, prefills, version).start()
+  serving = Disaggregated(engine, variables, prefills, version).start()
 
 A thread connects, receives, and connects again when the connection has ended; what was
 asked for until then fails, so that the decode engine prefills it. Everything that is

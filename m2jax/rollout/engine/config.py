@@ -1,7 +1,7 @@
 """The engine's sizes: slots, pages and the shape buckets that bound compilation.
 
 They are of the whole engine. On a mesh each group of devices that shares rows
-(`rollout.placement`) has its part of them, `EngineConfig.of_group`.
+(`placement`) has its part of them, `EngineConfig.of_group`.
 """
 
 from __future__ import annotations

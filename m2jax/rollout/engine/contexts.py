@@ -2,7 +2,7 @@
 
 A call takes its rows' pages out of the cache, decodes several steps, and puts what is
 new back; every step reads keys and values where they are. A row that the previous call
-left here is not taken out again (`refresh`, and `rollout.kept_contexts` for the host's
+left here is not taken out again (`refresh`, and `serving.kept_contexts` for the host's
 side). Elsewhere kernels read pages through their tables. `Contexts` has the methods of
 `Pages` that `forward.extend` needs.
 

@@ -110,7 +110,7 @@ class DecodeState:
 class Prefix:
   """A prefilled sequence: pages in order, its number of entries, the last token.
 
-  The first page is unused (see rollout/pages.py).
+  The first page is unused (see pages.py).
   """
 
   pages: Any

@@ -1,17 +1,14 @@
-"""The rollout engine: decoding over pages, with the API of JetStream's Engine 0.2.2.
+"""The rollout engine: decoding over pages.
 
-Two sets of calls over the same pure functions (facts/jax-anchors.md §3.2):
+Its calls are `prefill_rows` (a chunk of several prompts at once), `admit` (a slot
+starts decoding) and `generate_many` (several steps in one call; stop tokens, lengths
+and early end on the device). The host decides which pages a sequence has and passes its
+page table with every call. `rollout.jetstream` adds JetStream's calls, over the same
+pure functions (facts/jax-anchors.md §3.2).
 
-- The scheduler's: `prefill_rows` (a chunk of several prompts at once), `admit` (a slot
-  starts decoding), `generate_many` (several steps in one call; stop tokens, lengths and
-  early end on the device). The host decides which pages a sequence has and passes its
-  page table with every call.
-- JetStream's, in `rollout.jetstream_calls`.
-
-The functions are `rollout.calls`; on a mesh each runs as one `shard_map`, placed as
-`rollout.placement` says: slots, rows and pages are of g groups, in the order of groups.
-With several processes all make the same calls, in the same order and with the same
-arguments.
+The functions are `calls`; on a mesh each runs as one `shard_map`, placed as `placement`
+says: slots, rows and pages are of g groups, in the order of groups. With several
+processes all make the same calls, in the same order and with the same arguments.
 
 Prefill only fills the cache: it consumes all tokens of a prompt except the last, which
 the first decode step consumes. Every sampled token therefore comes from one code path,
@@ -52,15 +49,14 @@ from m2jax.rollout.engine.decode_state import (
   Sampled,
   make_slots,
 )
-from m2jax.rollout.jetstream.calls import JetStreamCalls
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 _EVERYWHERE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Specs:
-  """Of arguments and results of the calls, as `rollout.placement` has them.
+class Specs:
+  """Of arguments and results of the calls, as `placement` has them.
 
   Attributes:
     stacked, weights: `variables` as callers have them, and as the calls need them.
@@ -75,8 +71,8 @@ class _Specs:
   row: PartitionSpec
 
 
-class Engine(JetStreamCalls):
-  """Prefill, insert and generate for one model; its only state is compiled functions.
+class Engine:
+  """Prefill and decoding for one model; its only state is compiled functions.
 
   Weights are an argument of every call (`variables` of `model.M2(cfg)`), so they may
   change between any two calls; the state is an argument too and is donated.
@@ -113,11 +109,10 @@ class Engine(JetStreamCalls):
     specs = self._specs(few)
     calls = Calls(cfg, config, self.sharding, self._on_cpu)
     self._make_weights_calls(specs, few)
-    self._make_scheduler_calls(calls, specs)
+    self._make_calls(calls, specs)
     self._make_page_calls(calls, specs)
-    self._make_jetstream_calls(calls, specs)
 
-  def _specs(self, few: int | None) -> _Specs:
+  def _specs(self, few: int | None) -> Specs:
     """Where arguments and results of the calls are; `few`: see `forward.prepared`."""
     config, rules = self.config, self.sharding.rules
     weights = stacked = _EVERYWHERE
@@ -125,7 +120,7 @@ class Engine(JetStreamCalls):
       modules = config.draft_tokens > 0
       weights = placement.weight_specs(self.cfg, rules, few=few, modules=modules)
       stacked = sharding_lib.param_specs(self.cfg, rules)
-    return _Specs(
+    return Specs(
       stacked,
       weights,
       placement.state_specs(rules, config),
@@ -134,7 +129,7 @@ class Engine(JetStreamCalls):
       placement.rows_spec(rules),
     )
 
-  def _make_weights_calls(self, specs: _Specs, few: int | None) -> None:
+  def _make_weights_calls(self, specs: Specs, few: int | None) -> None:
     split = functools.partial(
       forward.prepared,
       self.cfg,
@@ -145,7 +140,7 @@ class Engine(JetStreamCalls):
     self._prepare = self._jit(split, (specs.stacked,), specs.weights)
     self._new_state = jax.jit(self._empty_state, out_shardings=self._named(specs.state))
 
-  def _make_scheduler_calls(self, calls: Calls, specs: _Specs) -> None:
+  def _make_calls(self, calls: Calls, specs: Specs) -> None:
     weights, state, kept, row = specs.weights, specs.state, specs.contexts, specs.row
     all_ = _EVERYWHERE
     self.prefill_rows = self._jit(
@@ -157,6 +152,10 @@ class Engine(JetStreamCalls):
     rows = calls.generate_kept, (weights, state, kept, *[row] * 3, all_, row)
     self.generate_kept = self._jit(
       *rows, (state, row, kept), donate=(1, 2), out=(state, all_, kept)
+    )
+    # One step of every slot.
+    self.generate_step = self._jit(
+      calls.generate_one, (weights, state), (state, row), donate=1, out=(state, all_)
     )
     # Of rows of a group and pages of a table, for `generate_kept`.
     self.new_contexts = jax.jit(
@@ -183,7 +182,7 @@ class Engine(JetStreamCalls):
       for drafts in range(1, self.config.draft_tokens + 1)
     }
 
-  def _make_page_calls(self, calls: Calls, specs: _Specs) -> None:
+  def _make_page_calls(self, calls: Calls, specs: Specs) -> None:
     """Expert ids of pages; pages to and from host memory, or another engine."""
     state, pages, all_ = specs.state, specs.prefix.pages, _EVERYWHERE
     self.expert_ids = self._jit(calls.expert_ids, (state, all_, all_), all_)
@@ -192,26 +191,9 @@ class Engine(JetStreamCalls):
       calls.write_pages, (state, all_, all_, pages), state, donate=0
     )
 
-  def _make_jetstream_calls(self, calls: Calls, specs: _Specs) -> None:
-    weights, state, prefix = specs.weights, specs.state, specs.prefix
-    all_ = _EVERYWHERE
-    self._prefix = prefix
-    self.generate_step = self._jit(
-      calls.generate_one,
-      (weights, state),
-      (state, specs.row),
-      donate=1,
-      out=(state, all_),
-    )
-    self._jit_insert = self._jit(
-      calls.insert, (prefix, state, all_, all_), state, donate=1
-    )
-    self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
-    self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
-
   @property
   def groups(self) -> int:
-    """g, of devices that share rows; see `rollout.placement`."""
+    """g, of devices that share rows; see `placement`."""
     return self.sharding.size('rows')
 
   @property
@@ -268,10 +250,6 @@ class Engine(JetStreamCalls):
   def _empty_contexts(self, rows: int, n: int) -> Contexts:
     pages = jax.eval_shape(lambda: self._empty_pages(self.config.pages))
     return contexts.empty(pages, self.groups * rows, n, self.cfg.num_layers)
-
-  def _empty_prefix(self) -> Prefix:
-    pages = self._empty_pages(1 + self.config.context_pages)
-    return Prefix(pages, jnp.int32(-1), jnp.int32(0))
 
   def speculate(
     self, params, state: DecodeState, drafts: int, *arrays

@@ -5,7 +5,7 @@ belongs to no sequence: what must not be kept is written there (padding, and row
 have finished). Recorded expert ids are stored with the keys and values of their token,
 so a request that shares a prefix gets its ids.
 
-With MTP modules (rollout/modules.py) their layers follow the trunk's. A page also has
+With MTP modules (`modules`) their layers follow the trunk's. A page also has
 the states after its last stored token, and of each token how many modules have stored
 keys and values.
 

@@ -13,7 +13,7 @@ import jax
 from jetstream.engine import engine_api
 
 from m2jax.rollout.engine.decode_state import ResultTokens
-from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.jetstream.calls import EngineApi
 
 if not hasattr(jax, 'tree_map'):
   jax.tree_map = jax.tree.map
@@ -21,14 +21,14 @@ engine_api.ResultTokens.register(ResultTokens)
 
 
 class JetStreamEngine(engine_api.Engine):
-  """`Engine` as JetStream's type, with the weights and the tokenizer that it requires.
+  """The engine as JetStream's type, with the weights and the tokenizer that it needs.
 
   Args:
     variables: weights, returned by `load_params`.
     tokenizer: an object of JetStream's tokenizer_api.Tokenizer.
   """
 
-  def __init__(self, engine: Engine, variables: Any, tokenizer: Any):
+  def __init__(self, engine: EngineApi, variables: Any, tokenizer: Any):
     self._engine = engine
     self._variables = variables
     self._tokenizer = tokenizer

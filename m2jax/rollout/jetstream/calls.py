@@ -1,25 +1,43 @@
-"""The engine's calls of JetStream's Engine API, 0.2.2: one request or one step each.
+"""The engine with the calls of JetStream's Engine API, 0.2.2: one request or one step.
 
-So a JetStream driver can run the engine (`rollout.jetstream` adapts the types). They
-need a page for every position of every slot, the default of EngineConfig.pages.
+So a JetStream driver can run it (`adapter` has the types). The calls need a page for
+every position of every slot, the default of EngineConfig.pages.
 """
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from m2jax.rollout.engine.calls import Calls
 from m2jax.rollout.engine.decode_state import (
   DecodeState,
   Prefix,
   ResultTokens,
   make_slots,
 )
+from m2jax.rollout.engine.engine import Engine, Specs
 
 
-class JetStreamCalls:
-  """The part of `engine.Engine` that JetStream calls."""
+class EngineApi(Engine):
+  """An `Engine` that prefills a request, inserts it into a slot, and draws by step."""
+
+  def _make_calls(self, calls: Calls, specs: Specs) -> None:
+    super()._make_calls(calls, specs)
+    weights, state, prefix = specs.weights, specs.state, specs.prefix
+    all_ = PartitionSpec()
+    self._prefix = prefix
+    self._jit_insert = self._jit(
+      calls.insert, (prefix, state, all_, all_), state, donate=1
+    )
+    self._jit_prefill = self._jit(calls.prefill, (weights, prefix, all_, all_), prefix)
+    self._new_prefix = jax.jit(self._empty_prefix, out_shardings=self._named(prefix))
+
+  def _empty_prefix(self) -> Prefix:
+    pages = self._empty_pages(1 + self.config.context_pages)
+    return Prefix(pages, jnp.int32(-1), jnp.int32(0))
 
   def prefill(self, params, *, existing_prefix=None, padded_tokens, true_length):
     """K/V of a prompt, or of the tokens after an existing prefix (which stays valid).

@@ -1,4 +1,4 @@
-"""Settings of `rollout.router`."""
+"""Settings of the router."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RouterConfig:
   """How requests are routed.
 
   Attributes:
-    policy: a name of `routing_policies.POLICIES`.
+    policy: a name of `policies.POLICIES`.
     observe_s: seconds between two looks at the replicas' statistics.
     max_attempts: replicas that a request is submitted to, one after the other, when
       they fail.

@@ -1,6 +1,6 @@
 """What a router knows of its replicas, and how it learns it. Starts no threads.
 
-The same object serves `rollout.router` and the simulation in `benchmarks.kv_routing`.
+The same object serves the router and the simulation in `benchmarks.kv_routing`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from m2jax.rollout.api import PageEvent
 from m2jax.rollout.routing import policies, rates
 from m2jax.rollout.routing.policies import Choice, Policy, Query, View
 from m2jax.rollout.routing.prefix_index import PrefixIndex
 from m2jax.rollout.routing.rates import RateEstimator, Rates
-from m2jax.rollout.tiers.page_journal import Event
 
 _MEMORY = 0.02  # weight of the newest response in the mean length
 _MIGRATION_MEMORY = 0.1  # weight of the newest interval in the mean time
@@ -255,7 +255,7 @@ class Fleet:
       self._response_tokens = mean + _MEMORY * (response_tokens - mean)
 
   def observe(
-    self, number: int, stats: Mapping[str, float], events: Sequence[Event] = ()
+    self, number: int, stats: Mapping[str, float], events: Sequence[PageEvent] = ()
   ) -> None:
     """Takes a replica's statistics and what is new in its journal."""
     replica = self.replicas[number]

@@ -1,9 +1,9 @@
 """Which prefixes an engine replica is likely to have, as far as a router can know.
 
-Pages are named by their digests (`page_chain`), of one policy version. The index learns
-from requests that were routed to the replica, whose pages will be there soon, and from
-the replica's journal of what it stored and evicted. It is bounded by the pages of the
-replica: the least recently used go first, a page always before the one that it
+Pages are named by their digests (`tiers.page_chain`), of one policy version. The index
+learns from requests that were routed to the replica, whose pages will be there soon,
+and from the replica's journal of what it stored and evicted. It is bounded by the pages
+of the replica: the least recently used go first, a page always before the one that it
 continues, as in the replica's own cache. It may be wrong in both directions; then a
 request computes what was thought to be cached, or less.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
-from m2jax.rollout.tiers.page_journal import Event
+from m2jax.rollout.api import PageEvent
 
 
 class PrefixIndex:
@@ -57,7 +57,7 @@ class PrefixIndex:
       self._pages.move_to_end(digest)
     self._trim()
 
-  def apply(self, events: Iterable[Event]) -> None:
+  def apply(self, events: Iterable[PageEvent]) -> None:
     """Follows the replica's journal."""
     for event in events:
       if event.kind == 'stored':

@@ -1,12 +1,11 @@
-"""What `rollout.router` reads of its replicas, and what it says of all together."""
+"""What the router reads of its replicas' statistics, and the statistics of all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from m2jax.rollout.api import Serving
 from m2jax.rollout.routing.fleet import Sizes
-from m2jax.rollout.tiers.page_journal import Event
 
 _EQUAL = ('page_tokens', 'prefill_budget_tokens', 'decode_steps')  # not summed
 _EXPECTED = ('queue_length', 'active_slots', 'slots', 'tokens_per_s', *_EQUAL)
@@ -23,7 +22,7 @@ def sizes(stats: Mapping[str, float]) -> Sizes:
   )
 
 
-def all_sizes(replicas: Sequence[Any], page_tokens: int | None) -> list[Sizes]:
+def all_sizes(replicas: Sequence[Serving], page_tokens: int | None) -> list[Sizes]:
   """Of replicas, of which some may not serve yet: these get a placeholder.
 
   Args:
@@ -39,12 +38,6 @@ def all_sizes(replicas: Sequence[Any], page_tokens: int | None) -> list[Sizes]:
     raise ValueError('page_tokens: is needed if no replica serves yet')
   absent = Sizes(pages=1, page_tokens=page_tokens, slots=1)
   return [size or absent for size in found]
-
-
-def page_events(replica: Any) -> Sequence[Event]:
-  """What is new in its journal, if it has one."""
-  read = getattr(replica, 'page_events', None)
-  return read() if read is not None else ()
 
 
 def total(

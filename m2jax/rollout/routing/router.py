@@ -1,7 +1,7 @@
-"""Several engine replicas as one: `rollout.scheduler.Scheduler`'s interface over them.
+"""Several engine replicas as one that serves.
 
-Each request goes to the replica that the policy chooses (`routing_policies`), from what
-the router has learned of all of them (`fleet`). Nothing is pinned.
+Each request goes to the replica that the policy chooses (`policies`), from what the
+router has learned of all of them (`fleet`). Nothing is pinned.
 
 - A replica that stops serving loses its requests. Those of which nothing has been
   streamed are submitted to another one, with the same seed, so that they draw from the
@@ -12,9 +12,7 @@ the router has learned of all of them (`fleet`). Nothing is pinned.
   directory, each at its time. A request keeps to the replica's rules: every token has
   the version that drew it (DESIGN law 4).
 
-Replicas may be in other processes (`forge.remote.engine_client`): only `submit`,
-`update_weights`, `stats`, `alive`, `stopped_reason`, `stop` and, if there is one,
-`page_events` are called.
+Replicas may be in other processes (`forge.remote.engine_client`).
 """
 
 from __future__ import annotations
@@ -28,14 +26,23 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from m2jax.rollout.api import EngineError, GenerateRequest, NewTokens
+from m2jax.rollout.api import (
+  EngineError,
+  GenerateRequest,
+  Handle,
+  NewTokens,
+  PageEvent,
+  Serving,
+)
+from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.routing import replica_stats
 from m2jax.rollout.routing.config import RouterConfig
 from m2jax.rollout.routing.fleet import Fleet, Flight, Prior
 from m2jax.rollout.routing.policies import POLICIES, Policy
 from m2jax.rollout.routing.restarts import Restarts
 from m2jax.rollout.serving.batcher import TOTALS
-from m2jax.rollout.serving.scheduler import Handle
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.rollout.tiers import page_chain
 
 
@@ -52,7 +59,7 @@ class _Call:
   failed: set[int] = dataclasses.field(default_factory=set)  # replicas
   streamed: bool = False
   cancelled: bool = False
-  handle: Any = None
+  handle: Handle | None = None
 
   def cancel(self) -> None:
     with self.lock:
@@ -61,19 +68,16 @@ class _Call:
       handle.cancel()
 
 
-class Router:
-  """Serves requests on several replicas.
-
-  All methods may be called from any thread.
-  """
+class Router(Serving):
+  """Serves requests on several replicas."""
 
   def __init__(
     self,
-    replicas: Sequence[Any],
+    replicas: Sequence[Serving],
     version: int = 0,
     config: RouterConfig | None = None,
     *,
-    make: Callable[[int, Any, int], Any] | None = None,
+    make: Callable[[int, Any, int], Serving] | None = None,
     variables: Any = None,
     follows: bool = False,
     page_tokens: int | None = None,
@@ -81,8 +85,7 @@ class Router:
     """Takes over replicas; those that do not serve yet are used when they do.
 
     Args:
-      replicas: each a Scheduler, or what has its interface; all with the same model and
-        the weights of `version`.
+      replicas: all with the same model and the weights of `version`.
       make: called as make(number, variables, version) in a thread of its own; returns a
         new serving replica in place of one that has stopped. None: only
         one that is alive again comes back.
@@ -118,11 +121,41 @@ class Router:
     self._past = dict.fromkeys(TOTALS, 0)  # totals of replicas that are gone
     self._latest = [dict.fromkeys(TOTALS, 0) for _ in replicas]
     for number, replica in enumerate(replicas):
-      replica_stats.page_events(replica)  # from now on its journal is kept
+      replica.page_events()  # from now on its journal is kept
       if not replica.alive:
         self._fleet.lose(number)
         self._restarts.reasons[number] = replica.stopped_reason or 'it was stopped'
     self._observer = threading.Thread(target=self._run, name='router', daemon=True)
+
+  @classmethod
+  def over(
+    cls,
+    engines: Sequence[Engine],
+    variables: Any,
+    version: int = 0,
+    scheduler: SchedulerConfig | None = None,
+    config: RouterConfig | None = None,
+    *,
+    warmup: bool = True,
+  ) -> Router:
+    """Over engines of this process, each with a scheduler of its own; not started.
+
+    A scheduler that gives up is replaced by a new one.
+
+    Args:
+      engines: of the same model and sizes, each on devices of its own, or several times
+        the same: then they share its compiled programs, and its device's time.
+      variables: the weights of `version`, which the router keeps for new schedulers.
+        The caller must not donate them.
+      warmup: compiles all shapes before anything is served.
+    """
+
+    def make(number: int, variables: Any, version: int) -> Scheduler:
+      serving = Scheduler(engines[number], variables, version, scheduler)
+      return serving.start(warmup=warmup)
+
+    replicas = [make(number, variables, version) for number in range(len(engines))]
+    return cls(replicas, version, config, make=make, variables=variables)
 
   def start(self) -> Router:
     """Starts to observe the replicas."""
@@ -130,7 +163,7 @@ class Router:
     return self
 
   def stop(self) -> None:
-    """Stops the replicas; unfinished requests fail."""
+    """Stops the replicas, too."""
     self._stop.set()
     if self._observer.ident is not None:
       self._observer.join()
@@ -149,7 +182,6 @@ class Router:
 
   @property
   def context_tokens(self) -> int:
-    """Maximum tokens of a prompt and its response together, at every replica."""
     return self._context_tokens
 
   @property
@@ -161,7 +193,6 @@ class Router:
 
   @property
   def stopped_reason(self) -> str | None:
-    """Why no replica serves requests any more; None while one does."""
     if self.alive:
       return None
     if self._stop.is_set():
@@ -174,13 +205,6 @@ class Router:
     request: GenerateRequest,
     on_tokens: Callable[[NewTokens], None] | None = None,
   ) -> Handle:
-    """Sends a request to a replica; see `Scheduler.submit`.
-
-    Raises:
-      PromptTooLong: the prompt leaves no room for a response.
-      ValueError: a field is out of range; the message names it.
-      EngineError: no replica is serving.
-    """
     chain = self._chain(request.prompt_ids)
     if request.sampling.seed is None:
       with self._lock:
@@ -193,11 +217,6 @@ class Router:
     return Handle(call.future, call.cancel)
 
   def update_weights(self, variables: Any, version: int) -> None:
-    """Replaces the weights of all replicas; see `Scheduler.update_weights`.
-
-    Raises:
-      ValueError: version does not increase, or shapes or dtypes differ from before.
-    """
     with self._publishing:
       latest = self._version
       if version <= latest:
@@ -231,6 +250,10 @@ class Router:
       version = self._version
     return replica_stats.total([replica.stats() for replica in living], past, version)
 
+  def page_events(self) -> Sequence[PageEvent]:
+    """None: each replica has pages of its own."""
+    return ()
+
   def observe(self) -> None:
     """Learns from the replicas' statistics and journals; the router's thread does."""
     with self._lock:
@@ -247,11 +270,11 @@ class Router:
       except Exception as error:
         logging.warning('replica %d cannot be observed: %r', number, error)
 
-  def _observe(self, number: int, replica) -> None:
+  def _observe(self, number: int, replica: Serving) -> None:
     if not replica.alive:
       self._lose(number, replica, replica.stopped_reason or 'it was stopped')
       return
-    stats, events = replica.stats(), replica_stats.page_events(replica)
+    stats, events = replica.stats(), replica.page_events()
     with self._lock:
       if self._replicas[number] is replica:
         self._latest[number] = {key: stats.get(key, 0) for key in TOTALS}
@@ -318,7 +341,7 @@ class Router:
 
     return on_tokens
 
-  def _done(self, call: _Call, flight: Flight, replica, future) -> None:
+  def _done(self, call: _Call, flight: Flight, replica: Serving, future) -> None:
     """The replica has answered, or failed."""
     try:
       error = future.exception()
@@ -357,7 +380,7 @@ class Router:
   def _living(self):
     return [replica for replica in self._fleet.replicas if replica.alive]
 
-  def _lose(self, number: int, replica, reason: str) -> None:
+  def _lose(self, number: int, replica: Serving, reason: str) -> None:
     """No request goes to the replica from now on; starts another one in its place."""
     with self._lock:
       if self._replicas[number] is not replica:
@@ -377,10 +400,10 @@ class Router:
     self._replicas[number].stop()  # it may have memory that the new one needs
     self._adopt(number, self._make(number, *self._weights))
 
-  def _adopt(self, number: int, replica) -> None:
+  def _adopt(self, number: int, replica: Serving) -> None:
     """Sends requests to a replica from now on; it has the latest weights before."""
     stats = replica.stats()
-    replica_stats.page_events(replica)
+    replica.page_events()
     with self._publishing:
       variables, version = self._weights
       if stats['policy_version'] < version:

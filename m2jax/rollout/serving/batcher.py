@@ -4,7 +4,7 @@ One `tick` places waiting requests in idle slots (first come, first served, exce
 a request waits for a prefix that is being prefilled for another one), prefills within a
 budget, decodes a few steps and delivers the finished requests. While the same sequences
 go on decoding, each decode call is made before the tokens of the one before are read
-(`look_ahead`), and a tick is no more than that.
+(`decode_calls.may_repeat`), and a tick is no more than that.
 
 A request is placed when there are pages for its prompt. When pages run out while it
 decodes, the sequence that started last is retracted: it waits in front of the queue,
@@ -29,13 +29,7 @@ from m2jax.rollout.api import EngineError, NewTokens
 from m2jax.rollout.engine import speculative
 from m2jax.rollout.engine.decode_state import RUNNING, STOP, make_slots
 from m2jax.rollout.engine.engine import Engine
-from m2jax.rollout.serving import (
-  constrained,
-  decode_plan,
-  expert_ids,
-  look_ahead,
-  prefill_plan,
-)
+from m2jax.rollout.serving import constrained, decode_calls, plan
 from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.rollout.serving.decode_calls import Call, DecodeCalls, Shape, lay, spread
 from m2jax.rollout.serving.drafting import Drafting
@@ -234,7 +228,7 @@ class Batcher:
       return 0
     slots = slots[np.argsort(table.started[slots])]
     remaining = table.target[slots] - table.held[slots]
-    which, size, chunk = prefill_plan.choose(
+    which, size, chunk = plan.prefill(
       remaining, table.group(slots), self.engine.config.prefill_shapes
     )
     slots, remaining = slots[which], remaining[which]
@@ -327,7 +321,7 @@ class Batcher:
     table, config = self.table, self.engine.config
     ahead = table.held[slots] + self._ahead(drafts)
     pages = -(-np.minimum(ahead, config.context_tokens) // config.page_tokens)
-    for which, size, n in decode_plan.choose(
+    for which, size, n in plan.decode(
       pages, table.group(slots), config.decode_rows, config.table_sizes
     ):
       steps = self.config.decode_steps if masks is None else 1
@@ -397,7 +391,7 @@ class Batcher:
       return None
     if self.waiting or self._ready:
       return None
-    if not look_ahead.goes_on(call, self.table, self.jobs, self._ahead(0)):
+    if not decode_calls.may_repeat(call, self.table, self.jobs, self._ahead(0)):
       return None
     self.table.count_rows(call.slots)
     self.state, following = self._decode_calls.again(
@@ -492,8 +486,21 @@ class Batcher:
     return job.result(reason, self._experts(job, len(job.tokens)))
 
   def _experts(self, job: Job, tokens: int) -> np.ndarray | None:
-    """GenerateResult.experts of the request's first `tokens` tokens."""
-    return expert_ids.of(self.engine, self.state, self.table, job, tokens)
+    """GenerateResult.experts of the request's first tokens; None if not recorded."""
+    engine, table = self.engine, self.table
+    if not engine.config.record_experts:
+      return None
+    cfg = engine.cfg
+    ids = np.full((tokens, cfg.num_layers, cfg.experts_per_token), -1, np.int16)
+    held = int(table.held[job.slot]) if job.slot >= 0 else 0
+    if held := min(held, tokens):
+      slot = np.array([job.slot])
+      pages = table.page_tables(slot, held)[0]
+      group = np.int32(table.group(job.slot))
+      ids[:held] = np.asarray(engine.expert_ids(self.state, group, pages))[:held]
+    if job.experts is not None:  # of the K/V that the tokens were drawn with
+      ids[: len(job.experts)] = job.experts
+    return ids
 
   def fail(self, job: Job, error: EngineError) -> None:
     """Fails a request with an error; its own pages are not reused."""

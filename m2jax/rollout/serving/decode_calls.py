@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +17,9 @@ import numpy as np
 
 from m2jax.rollout.engine.decode_state import DecodeState, Sampled
 from m2jax.rollout.serving.drafting import Drafting, are_finite
+from m2jax.rollout.serving.jobs import Job
 from m2jax.rollout.serving.kept_contexts import KeptContexts
-from m2jax.rollout.serving.sequences import Sequences
+from m2jax.rollout.serving.sequences import Sequences, State
 
 
 class Shape(NamedTuple):
@@ -165,3 +167,42 @@ class DecodeCalls:
 
   def _contexts(self, masked: bool) -> KeptContexts | None:
     return self._kept_masked if masked else self._kept
+
+
+def may_repeat(
+  call: Call, table: Sequences, jobs: Mapping[int, Job], ahead: int
+) -> bool:
+  """Whether `call`, not yet read, may be made once more; takes the pages for it.
+
+  Reading a call's tokens, and making the next call, take the host's time, in which the
+  device would wait. While the same sequences decode, only their page tables change from
+  call to call, and those hold for the tokens of two calls if the pages are taken in
+  advance. A sequence that ends in a call draws nothing in the next one. Whatever else
+  is to be done, such as placing a request, first waits for the call made ahead.
+
+  It must be the only one of all sequences in slots. None of them may be sure to end in
+  it: another request would have to wait for its place.
+
+  Args:
+    ahead: positions that a call can need after those of a sequence.
+  """
+  slots = call.slots
+  all_ = np.array_equal(np.sort(slots), np.flatnonzero(table.state != State.IDLE))
+  if call.masked or not all_:  # some may have ended in the call before
+    return False
+  held = table.held[slots]
+  left = [
+    _left(jobs[slot], int(n)) for slot, n in zip(slots.tolist(), held, strict=True)
+  ]
+  need = held + 2 * ahead
+  most = min(call.shape.pages * table.page_tokens, table.tokens.shape[1])
+  if min(left) <= call.shape.steps or need.max() > most:
+    return False
+  return all(
+    table.reserve(slot, int(n)) for slot, n in zip(slots.tolist(), need, strict=True)
+  )
+
+
+def _left(job: Job, held: int) -> int:
+  """Tokens that a request may yet draw, with `held` positions stored."""
+  return job.request.sampling.max_tokens - (held + 1 - len(job.prompt))

@@ -1,4 +1,4 @@
-"""Decode calls on a CPU whose rows stay in order between calls (`rollout.contexts`).
+"""Decode calls on a CPU whose rows stay in order between calls (`engine.contexts`).
 
 A sequence keeps its row of a call's shape as long as it decodes in calls of that shape;
 then nothing of it is copied out of the pages again. A row is stale if another sequence,

@@ -18,7 +18,6 @@ logits may still differ in the last bits between batch sizes, because matmuls do
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,15 @@ import jax
 import numpy as np
 from absl import logging
 
-from m2jax.rollout.api import EngineError, EngineLost, GenerateRequest, NewTokens
+from m2jax.rollout.api import (
+  EngineError,
+  EngineLost,
+  GenerateRequest,
+  Handle,
+  NewTokens,
+  PageEvent,
+  Serving,
+)
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving import requests
 from m2jax.rollout.serving.batcher import TOTALS, Batcher
@@ -36,31 +43,12 @@ from m2jax.rollout.serving.drafting import Drafting
 from m2jax.rollout.serving.jobs import Job
 from m2jax.rollout.serving.sequences import State
 from m2jax.rollout.serving.swap import Swap
-from m2jax.rollout.tiers.page_journal import Event
-
-__all__ = ['EngineError', 'EngineLost', 'Handle', 'Scheduler', 'SchedulerConfig']
 
 
-@dataclasses.dataclass(frozen=True)
-class Handle:
-  """A request in progress.
-
-  Attributes:
-    future: gives a GenerateResult or raises EngineError. Its own `cancel` has no
-      effect.
-    cancel: finishes the request with the tokens so far and finish_reason 'cancelled';
-      no effect on a finished request.
-  """
-
-  future: concurrent.futures.Future
-  cancel: Callable[[], None]
-
-
-class Scheduler:
+class Scheduler(Serving):
   """Serves requests on an engine, in its own thread.
 
-  `submit`, `update_weights`, `stats` and a handle's `cancel` may be called from any
-  thread. The caller must not donate weights that it has passed here.
+  The caller must not donate weights that it has passed here.
   """
 
   def __init__(
@@ -110,7 +98,6 @@ class Scheduler:
 
   @property
   def context_tokens(self) -> int:
-    """Maximum tokens of a prompt and its response together."""
     return self._engine.config.context_tokens
 
   @property
@@ -120,12 +107,10 @@ class Scheduler:
 
   @property
   def alive(self) -> bool:
-    """Whether requests are being served."""
     return self._thread.is_alive() and self._dead is None
 
   @property
   def stopped_reason(self) -> str | None:
-    """Why it has stopped serving requests; None while it has not."""
     return self._dead
 
   def submit(
@@ -133,17 +118,6 @@ class Scheduler:
     request: GenerateRequest,
     on_tokens: Callable[[NewTokens], None] | None = None,
   ) -> Handle:
-    """Queues a request.
-
-    Args:
-      on_tokens: called from the engine's thread with new tokens as they are drawn, a
-        few at a time; must return quickly. The future resolves after its last call.
-
-    Raises:
-      PromptTooLong: the prompt leaves no room for a response.
-      ValueError: a field is out of range; the message names it.
-      EngineError: the scheduler has stopped.
-    """
     engine = self._engine
     prompt = requests.check(request, engine.cfg.vocab_size, engine.config)
     future = concurrent.futures.Future()
@@ -161,14 +135,8 @@ class Scheduler:
     return Handle(future, lambda: self._cancel(job))
 
   def update_weights(self, variables: Any, version: int) -> None:
-    """Replaces the weights between two device calls; requests in flight continue.
-
-    They may be placed for another mesh. On one device this places them and waits for
-    it; on a mesh the engine's thread does, between its calls.
-
-    Raises:
-      ValueError: version does not increase, or shapes or dtypes differ from before.
-    """
+    """The weights may be placed for another mesh. On one device this places them and
+    waits for it; on a mesh the engine's thread does, between its calls."""
     if _signature(variables) != self._signature:
       raise ValueError("variables: tree, shapes or dtypes differ from the engine's")
     self._check_version(version)
@@ -224,8 +192,7 @@ class Scheduler:
       **(batcher.tiers.stats() if batcher.tiers is not None else {}),
     }
 
-  def page_events(self) -> list[Event]:
-    """What has changed in the cached pages since the last call; for one reader."""
+  def page_events(self) -> list[PageEvent]:
     return self._batcher.journal.read()
 
   def wake(self) -> None:

@@ -2,7 +2,7 @@
 
 Numpy arrays over slots, so that a decode call costs the host a few vector operations,
 independent of the number of rows. A slot is idle, prefilling or decoding; its first
-pages may be shared with other sequences (`prefix_cache`), the others are its own.
+pages may be shared with other sequences (`tiers.prefix_cache`), the others are its own.
 
 Axes: S slots of all groups, C context positions, n pages of a sequence.
 """

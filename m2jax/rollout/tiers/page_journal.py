@@ -8,21 +8,8 @@ learns that it must start again.
 from __future__ import annotations
 
 import collections
-from typing import NamedTuple
 
-
-class Event(NamedTuple):
-  """A change.
-
-  Attributes:
-    kind: 'stored', 'evicted', or 'cleared' if all pages were forgotten.
-    digest: of the page (`page_chain`); empty for 'cleared'.
-    version: of the policy whose weights computed the page.
-  """
-
-  kind: str
-  digest: bytes = b''
-  version: int = 0
+from m2jax.rollout.api import PageEvent
 
 
 class PageJournal:
@@ -30,7 +17,7 @@ class PageJournal:
 
   def __init__(self, most: int = 1 << 16):
     """Keeps up to `most` unread events."""
-    self._events: collections.deque[Event] = collections.deque()
+    self._events: collections.deque[PageEvent] = collections.deque()
     self._most = most
     self._read = False  # ever
 
@@ -45,10 +32,10 @@ class PageJournal:
     if len(self._events) >= self._most:
       # As if the pages were gone: a reader then expects too little, never too much.
       self._events.clear()
-      self._events.append(Event('cleared'))
-    self._events.append(Event(kind, digest, version))
+      self._events.append(PageEvent('cleared'))
+    self._events.append(PageEvent(kind, digest, version))
 
-  def read(self) -> list[Event]:
+  def read(self) -> list[PageEvent]:
     """Removes and returns what was added since the last call; none at the first."""
     self._read = True
     events = []

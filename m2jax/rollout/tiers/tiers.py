@@ -1,4 +1,4 @@
-"""The prefix cache beyond device memory: host memory, then the pool (`kv_pool`).
+"""The prefix cache beyond device memory: host memory, then the pool (`pool`).
 
 A page that the device cache gives up is copied to host memory. When a sequence gets a
 slot, pages that continue its cached prefix are copied back into its own pages before it
@@ -27,7 +27,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -35,20 +35,41 @@ import numpy as np
 from m2jax.rollout.engine.decode_state import DecodeState
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.engine.pages import UNUSED
-from m2jax.rollout.serving.jobs import Job
-from m2jax.rollout.serving.sequences import Sequences
 from m2jax.rollout.tiers import page_keys
 from m2jax.rollout.tiers.config import KvPoolConfig
 from m2jax.rollout.tiers.host_cache import HostCache
 from m2jax.rollout.tiers.page_layout import Layout, Page
 from m2jax.rollout.tiers.pool import KvPool
-from m2jax.rollout.tiers.prefix_cache import Node
+from m2jax.rollout.tiers.prefix_cache import Node, PrefixCache
 
 COUNTS = ('host_hit_tokens', 'pool_hit_tokens', 'host_miss_tokens', 'late_reads')
-MIGRATION = ('migrated_tokens', 'migration_s')  # read by the router (`fleet`)
+MIGRATION = ('migrated_tokens', 'migration_s')  # read by `routing.fleet`
 _SIZES = (4, 32)  # pages of a copy
 _MOST_BLOCKS = 4  # that are on their way to the host
 _IDLE_WAIT_S = 0.02
+
+
+class Request(Protocol):
+  """What is read of a request (`serving.jobs.Job`): its slot, -1 while it waits, and
+  the tokens of its sequence [n]."""
+
+  slot: int
+  tokens: np.ndarray
+
+
+class Slots(Protocol):
+  """What is read of the engine's slots, and `held` written (`serving.sequences`)."""
+
+  page_tokens: int
+  tokens: np.ndarray
+  tables: np.ndarray
+  held: np.ndarray
+  target: np.ndarray
+  caches: list[PrefixCache]
+
+  def group(self, slot: int) -> int: ...
+
+  def shared(self, slot: int) -> list[Node]: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,13 +132,13 @@ class Tiers:
     self._blocks: collections.deque[Block] = collections.deque()
     self._moving: set[bytes] = set()  # keys of both
     self._readings: list[Reading] = []
-    self._asked: weakref.WeakKeyDictionary[Job, Reading | None]
+    self._asked: weakref.WeakKeyDictionary[Request, Reading | None]
     self._asked = weakref.WeakKeyDictionary()
-    self._table: Sequences | None = None
+    self._table: Slots | None = None
 
   # --- Changes of the engine.
 
-  def attach(self, table: Sequences) -> None:
+  def attach(self, table: Slots) -> None:
     """The device state is new: pages of the old one are not used any more."""
     self._table = table
     self._forget_moving()
@@ -212,7 +233,7 @@ class Tiers:
 
   # --- To the device.
 
-  def restore(self, state: DecodeState, job: Job) -> tuple[DecodeState, int]:
+  def restore(self, state: DecodeState, job: Request) -> tuple[DecodeState, int]:
     """Continues the cached prefix of a request that has got its slot.
 
     Returns:
@@ -256,14 +277,14 @@ class Tiers:
 
   # --- From the pool.
 
-  def read_ahead(self, waiting: Iterable[Job]) -> None:
+  def read_ahead(self, waiting: Iterable[Request]) -> None:
     """Starts to read what the first waiting requests need; stores what has arrived."""
     self._take_readings()
     if self.pool is not None:
       for job in waiting:
         self.waits(job, most=self.host.pages // 2)
 
-  def waits(self, job: Job, most: int | None = None) -> bool:
+  def waits(self, job: Request, most: int | None = None) -> bool:
     """Whether a request should wait for pages of the pool; asks for them once.
 
     Args:

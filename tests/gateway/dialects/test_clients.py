@@ -19,7 +19,8 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
-from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from tests.gateway import clients
 from tests.rollout import conftest as small
 

@@ -18,7 +18,7 @@ from m2jax.rollout.disaggregation.decode_engine import Disaggregated
 from m2jax.rollout.disaggregation.handover import HandoverConfig, HandoverError
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 from m2jax.rollout.engine.engine import Engine
-from m2jax.rollout.serving.scheduler import SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from tests import processes
 from tests.rollout import soak as soak_lib
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING

@@ -18,7 +18,7 @@ from m2jax.rollout.disaggregation.decode_engine import Disaggregated
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 from m2jax.rollout.disaggregation.prefill_server import Limits, PrefillServer
 from m2jax.rollout.disaggregation.remote_prefill import RemotePrefills
-from m2jax.rollout.serving.scheduler import SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from tests import processes
 from tests.rollout.conftest import CFG, RECORDING
 from tests.rollout.disaggregation.test_disaggregated import (

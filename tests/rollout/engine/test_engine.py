@@ -18,7 +18,7 @@ from m2jax.rollout.engine import decode_state, forward
 from m2jax.rollout.engine import pages as pages_lib
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
-from m2jax.rollout.serving import decode_plan, prefill_plan
+from m2jax.rollout.serving import plan
 from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, init, log_softmax
 
 THREE = np.array([3], np.int32)
@@ -264,7 +264,7 @@ def test_decode_calls_share_out_the_slots(sequences):
   pages, group = np.array(sequences).T
 
   def cost(size, n):
-    return (size + decode_plan.CALL_ROWS) * (n + decode_plan.ROW_PAGES)
+    return (size + plan.CALL_ROWS) * (n + plan.ROW_PAGES)
 
   def fit(sizes, value):
     return next(size for size in sizes if size >= value)
@@ -272,7 +272,7 @@ def test_decode_calls_share_out_the_slots(sequences):
   def most(which):
     return np.bincount(group[which]).max()
 
-  calls = decode_plan.choose(pages, group, rows, sizes)
+  calls = plan.decode(pages, group, rows, sizes)
   together = np.concatenate([which for which, *_ in calls])
   assert sorted(together.tolist()) == list(range(len(pages)))
   for which, size, n in calls:
@@ -294,7 +294,7 @@ def test_a_prefill_call_serves_the_oldest_within_its_shape(prompts, slots, conte
   """The oldest prompt of a group always moves on: later ones cannot starve it."""
   config = EngineConfig(slots=slots, context_tokens=context)
   remaining, group = np.array(prompts).T
-  which, rows, chunk = prefill_plan.choose(remaining, group, config.prefill_shapes)
+  which, rows, chunk = plan.prefill(remaining, group, config.prefill_shapes)
   assert (rows, chunk) in config.prefill_shapes
   assert len(set(which.tolist())) == len(which)
   for g in np.unique(group):

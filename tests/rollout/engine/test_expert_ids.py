@@ -11,6 +11,7 @@ import pytest
 from m2jax import forest, model
 from m2jax.rollout.engine import decode_state
 from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.jetstream.calls import EngineApi
 from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, RECORDING
 from tests.rollout.engine.test_engine import prompt
 from tests.rollout.serving.test_scheduler import request, run
@@ -85,7 +86,7 @@ def test_jetstream_prefixes(recording, variables, full, unroll):
   fast test is that of rl/test_agreement.py)."""
   engine = recording
   if not unroll:
-    engine = Engine(dataclasses.replace(CFG, unroll_layers=False), RECORDING)
+    engine = EngineApi(dataclasses.replace(CFG, unroll_layers=False), RECORDING)
   tokens, prefix = prompt(4, 20), None
   for begin, end in ((0, 9), (9, 20)):
     padded = np.zeros(32, np.int32)

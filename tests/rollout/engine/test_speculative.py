@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks import speculative
 from m2jax.forge import lead_engine
-from m2jax.rollout.api import GenerateRequest, SamplingParams
+from m2jax.rollout.api import EngineError, GenerateRequest, SamplingParams
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving.batcher import Batcher
+from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.rollout.serving.jobs import Job
-from m2jax.rollout.serving.scheduler import EngineError, SchedulerConfig
 from m2jax.rollout.serving.sequences import State
 from tests import row_model
 from tests.rollout import conftest as small

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from m2jax.rollout.api import PageEvent
 from m2jax.rollout.routing.fleet import Fleet, Prior, Sizes
 from m2jax.rollout.routing.policies import POLICIES, Choice
 from m2jax.rollout.routing.rates import Rates
 from m2jax.rollout.serving.batcher import TOTALS
 from m2jax.rollout.tiers import page_chain
-from m2jax.rollout.tiers.page_journal import Event
 
 PAGE = 2
 SIZES = Sizes(pages=6, page_tokens=PAGE, slots=2, budget_tokens=8, steps=2)
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
   def observe(self, number, tokens, page):
     self.computed[number] += tokens
     events = [
-      Event('stored', digest, self.fleet.version)
+      PageEvent('stored', digest, self.fleet.version)
       for digest in page_chain.chain(page, PAGE)
     ]
     self.fleet.observe(number, stats(prefill_tokens=self.computed[number]), events)

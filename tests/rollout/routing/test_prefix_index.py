@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2jax.rollout.api import PageEvent
 from m2jax.rollout.routing.prefix_index import PrefixIndex
 from m2jax.rollout.tiers import page_chain
-from m2jax.rollout.tiers.page_journal import Event, PageJournal
+from m2jax.rollout.tiers.page_journal import PageJournal
 from m2jax.rollout.tiers.prefix_cache import PrefixCache
 
 PAGE = 2
@@ -58,10 +59,10 @@ def test_it_is_bounded_and_finds_only_what_it_was_told(steps):
       index.advance(version)
       told.clear()
     elif kind == 'cleared':
-      index.apply([Event('cleared')])
+      index.apply([PageEvent('cleared')])
       told.clear()
     elif digests:
-      index.apply([Event(kind, digests[-1], version)])
+      index.apply([PageEvent(kind, digests[-1], version)])
       (told.add if kind == 'stored' else told.discard)(digests[-1])
       if kind == 'evicted':
         assert index.match(digests) < len(digests)
@@ -77,9 +78,9 @@ def test_pages_of_older_weights_are_not_found():
   index.advance(2)
   assert index.match(a) == 0
   index.use(a, 1)  # of a request that began before
-  index.apply([Event('stored', b[0], 1)])  # and what it stored
+  index.apply([PageEvent('stored', b[0], 1)])  # and what it stored
   assert index.match(a) == index.match(b) == 0
-  index.apply([Event('stored', b[0], 2)])
+  index.apply([PageEvent('stored', b[0], 2)])
   assert index.match(b) == 1
   index.advance(2)
   assert index.match(b) == 1

@@ -8,13 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.routing import replicas as replicas_lib
+from m2jax.rollout.api import EngineError, GenerateRequest, PageEvent, SamplingParams
 from m2jax.rollout.routing.config import RouterConfig
 from m2jax.rollout.routing.router import Router
-from m2jax.rollout.serving.scheduler import EngineError, SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.rollout.tiers.config import KvPoolConfig
-from m2jax.rollout.tiers.page_journal import Event
 from tests.rollout.conftest import CONTEXT, log_softmax
 from tests.rollout.engine.test_engine import prompt
 from tests.rollout.replicas import FakeReplica
@@ -61,7 +59,7 @@ def test_what_was_evicted_or_is_of_older_weights_is_not_expected():
   router.submit(request(tokens))
   assert router.stats()['predicted_hit_tokens'] == before + 8
   chain = router._chain(tokens)
-  replicas[0].events = [Event('evicted', chain[1])]
+  replicas[0].events = [PageEvent('evicted', chain[1])]
   router.observe()
   router.submit(request(tokens))
   assert router.stats()['predicted_hit_tokens'] == before + 8 + 4
@@ -257,10 +255,8 @@ def two(engine, variables):
   """Two replicas of one engine: its functions are compiled once."""
   config = RouterConfig(observe_s=0.01, restart_s=0.01)
   scheduler = SchedulerConfig(decode_steps=4, max_failures=1)
-  router = replicas_lib.start(
-    [engine, engine], variables, 0, scheduler, config, warmup=False
-  )
-  yield router, router._replicas
+  router = Router.over([engine, engine], variables, 0, scheduler, config, warmup=False)
+  yield router.start(), router._replicas
   router.stop()
 
 
@@ -335,7 +331,8 @@ def test_times_of_moved_pages_are_those_of_the_replicas(few, variables, tmp_path
   scheduler = SchedulerConfig(decode_steps=4, host_cache_bytes=1 << 20, kv_pool=pool)
   prior = 1e-9  # it never pays to compute
   config = RouterConfig(policy='random', migration_s=prior)
-  router = replicas_lib.start([few, few], variables, 0, scheduler, config, warmup=False)
+  router = Router.over([few, few], variables, 0, scheduler, config, warmup=False)
+  router.start()
   try:
     first, second = router._replicas
     for replica in (first, second):

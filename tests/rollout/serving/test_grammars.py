@@ -20,7 +20,8 @@ from m2jax.rollout.api import GrammarError
 from m2jax.rollout.engine import sampling
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving import grammars
-from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.text import chat, tokenizer
 from tests.rollout import constrained
 from tests.rollout.conftest import log_softmax

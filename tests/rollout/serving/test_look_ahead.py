@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from m2jax.rollout.api import EngineError
-from m2jax.rollout.serving.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from tests.rollout.conftest import init
 from tests.rollout.engine.test_engine import prompt
 from tests.rollout.serving.test_scheduler import TIMEOUT_S, request, run

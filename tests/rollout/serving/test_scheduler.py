@@ -14,8 +14,14 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from m2jax.rollout.api import GenerateRequest, PromptTooLong, SamplingParams
-from m2jax.rollout.serving.scheduler import EngineError, Scheduler, SchedulerConfig
+from m2jax.rollout.api import (
+  EngineError,
+  GenerateRequest,
+  PromptTooLong,
+  SamplingParams,
+)
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from tests.rollout.conftest import CFG, CONTEXT, ENGINE_CONFIG, log_softmax
 from tests.rollout.engine.test_engine import prompt
 from tests.waiting import wait_until

@@ -11,7 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from m2jax.rollout.serving.scheduler import EngineError, Scheduler, SchedulerConfig
+from m2jax.rollout.api import EngineError
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.rollout.tiers import tiers
 from m2jax.rollout.tiers.config import KvPoolConfig
 from m2jax.rollout.tiers.page_layout import Layout

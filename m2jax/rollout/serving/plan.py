@@ -1,22 +1,59 @@
-"""Decides which slots decode together: long sequences apart if that is cheaper.
+"""Decides which prompts or slots a call serves, and in which compiled shape.
 
-A call reads equally many pages for every row, those that its longest row needs, so one
-long sequence makes all others in the call expensive.
+A decode call reads equally many pages for every row, those that its longest row needs,
+so one long sequence makes all others in the call expensive: long sequences are decoded
+apart if that is cheaper.
 
-Axes: n decoding slots, in g groups of devices with rows of their own.
+Axes: n prompts or decoding slots, in g groups of devices with rows of their own.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# Cost of a row besides attention, in pages, and cost of a call, in rows without pages.
 # Measured on two CPU cores; only the order of magnitude matters.
+# Of prefill: the fixed cost of a call, in tokens.
+CALL_TOKENS = 48
+# Of decoding: the cost of a row besides attention, in pages, and of a call, in rows
+# without pages.
 ROW_PAGES = 12
 CALL_ROWS = 1
 
 
-def choose(
+def prefill(
+  remaining: np.ndarray, group: np.ndarray, shapes: tuple[tuple[int, int], ...]
+) -> tuple[np.ndarray, int, int]:
+  """The prompts of the next call: the shape with the most useful tokens per cost.
+
+  Always serves the oldest.
+
+  Args:
+    remaining: [n] tokens each prompt still needs, oldest first; all positive.
+    group: [n] of each prompt.
+    shapes: available (rows of a group, chunk tokens).
+
+  Returns:
+    (which prompts, rows, chunk): at most `rows` indices of each group.
+  """
+
+  def served(shape):
+    rows, chunk = shape
+    useful = np.minimum(remaining, chunk)
+    which = []
+    for g in np.unique(group):
+      mine = np.flatnonzero(group == g)
+      others = mine[1:][np.argsort(-useful[mine[1:]], kind='stable')[: rows - 1]]
+      which += [mine[0], *others]
+    return np.array(which), int(useful[which].sum())
+
+  def rate(shape):
+    return served(shape)[1] / (CALL_TOKENS + shape[0] * shape[1])
+
+  best = max(shapes, key=rate)
+  return served(best)[0], *best
+
+
+def decode(
   pages: np.ndarray,
   group: np.ndarray,
   rows: tuple[int, ...],
