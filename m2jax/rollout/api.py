@@ -54,7 +54,7 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-  """A compiled grammar, such as `text.grammars.Grammar`, of the engine's vocabulary."""
+  """A compiled grammar of the engine's vocabulary, as `serving.grammars` makes it."""
 
   def start(self) -> Matcher:
     """A position before the first token of a response."""

@@ -57,7 +57,7 @@ class Request(Protocol):
   tokens: np.ndarray
 
 
-class Slots(Protocol):
+class SlotTable(Protocol):
   """What is read of the engine's slots, and `held` written (`serving.sequences`)."""
 
   page_tokens: int
@@ -134,11 +134,11 @@ class Tiers:
     self._readings: list[Reading] = []
     self._asked: weakref.WeakKeyDictionary[Request, Reading | None]
     self._asked = weakref.WeakKeyDictionary()
-    self._table: Slots | None = None
+    self._table: SlotTable | None = None
 
   # --- Changes of the engine.
 
-  def attach(self, table: Slots) -> None:
+  def attach(self, table: SlotTable) -> None:
     """The device state is new: pages of the old one are not used any more."""
     self._table = table
     self._forget_moving()
