@@ -43,7 +43,7 @@ from configs import ablations
 from m2jax import forest
 from m2jax import model as model_lib
 from m2jax.data import corpus
-from m2jax.layers import head
+from m2jax.layers import attention, head
 from m2jax.moe import router
 from m2jax.optim import (
   AdamConfig,
@@ -171,7 +171,10 @@ def batches(text: Text, seed: int) -> Iterator[forest.Forest]:
 @functools.partial(jax.jit, static_argnums=0)
 def _look(cfg, variables, batch):
   """Σ −log p, number of terms, expert loads [L, E] and best next tokens [B, S]."""
-  hidden, routing = model_lib.trunk(cfg, variables, batch)[:2]
+  keys = attention.forest_keys(cfg, batch)
+  hidden, routing, *_ = model_lib.trunk(
+    cfg, variables, batch.tokens, keys, multiplicity=batch.multiplicity
+  )
   logits = head.logits(variables['params'], hidden)
   scores = jax.nn.log_softmax(logits[:, :-1])
   logprob = jnp.take_along_axis(scores, batch.tokens[:, 1:, None], axis=2)[..., 0]

@@ -226,8 +226,7 @@ def look(cfg, variables, batch):
   """Loss in nats per token, and the largest |x| of the residual stream."""
   out = model_lib.forward(cfg, variables, batch)
   loss = -jnp.sum(batch.weight * train_step.at_terms(out.logprob, batch))
-  top = model_lib.trunk(cfg, variables, batch).activation_max
-  return loss / jnp.sum(batch.weight), jnp.max(top)
+  return loss / jnp.sum(batch.weight), out.activation_max
 
 
 def step_times(jobs: Sequence[Job], text: ablations.Text) -> dict[str, float]:

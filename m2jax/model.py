@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -54,86 +54,103 @@ class M2(nn.Module):
       for name, like in params_lib.shapes(cfg)['router'].items()
     }
     variables = {'params': params, 'router': router}
-    return head.logits(params, trunk(cfg, variables, forest_lib.causal(tokens)).hidden)
+    keys = attention.forest_keys(cfg, forest_lib.causal(tokens))
+    return head.logits(params, trunk(cfg, variables, tokens, keys).hidden)
 
 
 class Trunk(NamedTuple):
-  """The trunk's results for a batch.
+  """The trunk's results for a pass.
 
   Attributes:
     hidden: after the final norm.
     routing: ids [L, T, k] and load [L, E].
-    new_kv: keys and values of the tokens; None without a prefix.
+    carry: of the keys, such as a cache with the tokens' keys and values.
+    new_kv: new entries of the keys, [L, …]; None where `carry` has them.
     activation_max: largest |x| that enters each block and the final norm, of the
-      tokens of this device's part of the residual stream, without padding.
+      tokens of this device's part of the residual stream, without padding; None without
+      a multiplicity.
   """
 
   hidden: Float[Array, 'B S D']
   routing: block.Routing
-  new_kv: tuple[Float[Array, 'L B S K H'], Float[Array, 'L B S K H']] | None
-  activation_max: Float[Array, 'norms']
+  carry: Any
+  new_kv: Any
+  activation_max: Float[Array, 'norms'] | None
 
 
 def trunk(
   cfg: ModelConfig,
   variables,
-  batch: Forest,
+  tokens: Int[Array, 'B S'],
+  keys: attention.Keys,
   sharding: Sharding = ONE_DEVICE,
-  prefix: PrefixCache | None = None,
-  metadata: attention.Metadata | None = None,
+  *,
+  multiplicity: Int[Array, 'B S'] | None = None,
+  replay: Int[Array, 'B S L k'] | None = None,
 ) -> Trunk:
-  """Hidden states of a forest's tokens, which may continue a cached prefix.
+  """Hidden states of tokens that attend to `keys`: in training and in rollout.
 
   The variables may have a 'route' [L], which chooses each layer's `cfg.paths`.
   Works on shards: with a mesh, call it inside `sharding.shard_map`.
+
+  Args:
+    cfg, variables: the model; layers and biases may be lists over layers where
+      `cfg.unroll_layers`.
+    tokens: of the pass.
+    keys: what the tokens attend to: a forest, a chunk after a prefix, an engine's
+      cache.
+    sharding: the mesh.
+    multiplicity: by which loads and activations are counted; None: they are not.
+    replay: recorded expert ids, or None.
   """
-  metadata = metadata or attention.metadata(
-    cfg, batch, sharding, prefix_cache.slots(prefix)
-  )
   params = variables['params']
-  multiplicity = sharding.residual_part(batch.multiplicity.reshape(-1))
+  if multiplicity is not None:
+    multiplicity = sharding.residual_part(multiplicity.reshape(-1))
+  if replay is not None:  # [B, S, L, k] → [L, T, k]
+    replay = replay.reshape(-1, *replay.shape[2:]).swapaxes(0, 1)
 
   def largest(x):
+    if multiplicity is None:
+      return None
     return jnp.max(jnp.where(multiplicity[:, None] > 0, jnp.abs(x), 0))
 
   def layer_body(cfg, window):
-    of_layer = attention.of_layer(metadata, cfg, window)
+    attend = keys.attention(cfg, window)
 
-    def body(x, layer):
-      p, bias, replay, prefix_kv = layer
+    def body(x_and_carry, layer):
+      (x, carry), (p, bias, replay, of_keys) = x_and_carry, layer
       entering = largest(x)
-      replay = jax.tree.map(sharding.residual_part, replay)
-      p = sharding.gather_params(p, cfg.dtype)
-      attend = functools.partial(
-        attention.attend,
-        cfg=cfg,
-        metadata=of_layer,
+      x, (carry, new_kv), routing = block.apply(
+        x,
+        sharding.gather_params(p, cfg.dtype),
+        bias,
+        cfg,
+        keys.tables,
+        functools.partial(attend, carry=carry, layer=of_keys),
+        multiplicity=multiplicity,
+        replay=jax.tree.map(sharding.residual_part, replay),
         sharding=sharding,
-        prefix=prefix_kv,
       )
-      x, new_kv, routing = block.apply(
-        x, p, bias, cfg, attend, multiplicity, replay, sharding
-      )
-      return x, (routing, None if prefix_kv is None else new_kv, entering)
+      return (x, carry), (routing, new_kv, entering)
 
     return body
 
-  replay = None
-  if batch.experts is not None:  # [B, S, L, k] → [L, T, k]
-    replay = batch.experts.reshape(-1, *batch.experts.shape[2:]).swapaxes(0, 1)
-  prefix_kv = None if prefix is None else (prefix.k, prefix.v)
-  stacked = (params['layers'], variables['router']['layers'], replay, prefix_kv)
+  stacked = (params['layers'], variables['router']['layers'], replay, keys.stacked)
   body, route = functools.partial(layer_body, cfg), variables.get('route')
   if route is not None:
     paths = [dataclasses.replace(cfg, matmuls=path) for path in cfg.paths]
     body = lambda window: loop.routed([layer_body(path, window) for path in paths])
     stacked = (stacked, route)
-  x = embed(cfg, params, batch.tokens, sharding)
-  x, (routing, new_kv, entering) = loop.over_layers(body, x, stacked, cfg, sharding)
-  activation_max = jax.lax.stop_gradient(jnp.append(entering, largest(x)))
+  x = embed(cfg, params, tokens, sharding)
+  (x, carry), (routing, new_kv, entering) = loop.over_layers(
+    body, (x, keys.carry), stacked, cfg, sharding
+  )
+  activation_max = None
+  if multiplicity is not None:
+    activation_max = jax.lax.stop_gradient(jnp.append(entering, largest(x)))
   x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
-  x = sharding.gather_residual(x)
-  return Trunk(x.reshape(*batch.tokens.shape, -1), routing, new_kv, activation_max)
+  x_BxSxD = sharding.gather_residual(x).reshape(*tokens.shape, -1)
+  return Trunk(x_BxSxD, routing, carry, new_kv, activation_max)
 
 
 class Outputs(NamedTuple):
@@ -148,6 +165,7 @@ class Outputs(NamedTuple):
       without a replay.
     drafts: of each MTP module, its distance from the trunk; None if not asked for.
     activation_max: largest |x| that enters a block of the trunk or the final norm.
+    new: entries of the tokens for a PrefixCache; None without a prefix.
   """
 
   logprob: Float[Array, 'B S']
@@ -158,12 +176,14 @@ class Outputs(NamedTuple):
   activation_max: Float[Array, '']
   rerouted: Int[Array, 'B S'] | None = None
   drafts: draft_loss.Drafts | None = None
+  new: PrefixCache | None = None
 
 
 def forward(
   cfg: ModelConfig,
   variables,
   batch: Forest,
+  prefix: PrefixCache | None = None,
   *,
   detach_mtp: bool = False,
   comparison: draft_loss.Comparison | None = None,
@@ -174,49 +194,22 @@ def forward(
   Args:
     variables, batch: global arrays, best placed by `sharding`'s specs already. The
       variables may have a 'route' (see `trunk`).
+    prefix: cached, of the path that the tokens continue (`forest.Chunk.batch`): indices
+      in the batch's `parent` and `subtree_end` count its slots first. A mesh may not
+      split a row's tokens then.
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head: only the
       modules learn from it.
     comparison: of each MTP module with the trunk; None: no `drafts`.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
   options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)
-  run = functools.partial(_forward, cfg, **options)
-  if sharding.mesh is None:
-    return run(variables, batch)
   rules = sharding.rules
-  specs = _variable_specs(cfg, variables, rules), sharding_lib.batch_specs(rules)
-  return sharding.shard_map(run, specs, _output_specs(rules))(variables, batch)
-
-
-def forward_with_prefix(
-  cfg: ModelConfig,
-  variables,
-  batch: Forest,
-  prefix: PrefixCache,
-  *,
-  detach_mtp: bool = False,
-  comparison: draft_loss.Comparison | None = None,
-  sharding: Sharding = ONE_DEVICE,
-) -> tuple[Outputs, PrefixCache]:
-  """`forward` of tokens that continue a path (`forest.Chunk.batch`).
-
-  Indices in the batch's `parent` and `subtree_end` count the prefix's slots first. A
-  mesh may not split a row's tokens.
-
-  Returns:
-    Outputs of the batch's tokens, and their new entries of a PrefixCache.
-  """
-  options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)
-  run = functools.partial(_forward_with_prefix, cfg, **options)
-  if sharding.mesh is None:
-    return run(variables, batch, prefix)
-  rules = sharding.rules
-  cache = prefix_cache.specs(rules)
-  return sharding.shard_map(
-    run,
-    (_variable_specs(cfg, variables, rules), sharding_lib.batch_specs(rules), cache),
-    (_output_specs(rules), cache),
-  )(variables, batch, prefix)
+  cache = None if prefix is None else prefix_cache.specs(rules)
+  specs = _variable_specs(cfg, variables, rules), sharding_lib.batch_specs(rules), cache
+  run = functools.partial(_on_shards, cfg, **options)
+  return sharding.shard_map(run, specs, _output_specs(rules, cache))(
+    variables, batch, prefix
+  )
 
 
 def _variable_specs(cfg: ModelConfig, variables, rules: sharding_lib.Rules):
@@ -226,12 +219,12 @@ def _variable_specs(cfg: ModelConfig, variables, rules: sharding_lib.Rules):
   return specs
 
 
-def _output_specs(rules: sharding_lib.Rules) -> Outputs:
+def _output_specs(rules: sharding_lib.Rules, cache: PrefixCache | None) -> Outputs:
   token = rules.spec('scores', 'rows', 'tokens')
   stacked = rules.spec('scores', None, 'rows', 'tokens')
   loads = rules.spec('loads', None)
   one = rules.spec('activation_max')
-  return Outputs(token, token, stacked, loads, token, one, token, stacked)
+  return Outputs(token, token, stacked, loads, token, one, token, stacked, cache)
 
 
 def token_logprobs(
@@ -246,75 +239,71 @@ def token_logprobs(
   return forward(cfg, trunk_only, batch, sharding=sharding).logprob
 
 
-def _forward(cfg: ModelConfig, variables, batch, *, sharding: Sharding, **options):
-  """`forward` on one device's shards."""
-  fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
-  batch = dataclasses.replace(batch, **jax.tree.map(sharding.to_zigzag, fields))
-  out, _ = _forward_with_prefix(
-    cfg, variables, batch, None, sharding=sharding, **options
-  )
-  return out._replace(
-    logprob=sharding.from_zigzag(out.logprob),
-    entropy=sharding.from_zigzag(out.entropy),
-    mtp_logprob=sharding.from_zigzag(out.mtp_logprob, axis=2),
-    experts=sharding.from_zigzag(out.experts),
-    rerouted=jax.tree.map(sharding.from_zigzag, out.rerouted),
-    drafts=jax.tree.map(lambda x: sharding.from_zigzag(x, axis=2), out.drafts),
-  )
-
-
-def _forward_with_prefix(
+def _on_shards(
   cfg: ModelConfig,
   variables,
-  batch,
+  batch: Forest,
   prefix: PrefixCache | None,
   *,
   detach_mtp: bool,
   comparison: draft_loss.Comparison | None,
   sharding: Sharding,
-):
-  """Outputs, and the tokens' new PrefixCache entries; None without a prefix."""
+) -> Outputs:
+  """`forward` on one device's shards."""
+  fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
+  batch = dataclasses.replace(batch, **jax.tree.map(sharding.to_zigzag, fields))
   params = variables['params']
   params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
-  metadata = attention.metadata(cfg, batch, sharding, prefix_cache.slots(prefix))
-  hidden, routing, new_kv, activation_max = trunk(
-    cfg, variables, batch, sharding, prefix, metadata
-  )
+  kv = None if prefix is None else (prefix.k, prefix.v)
+  keys = attention.forest_keys(cfg, batch, sharding, kv)
+  counted = dict(multiplicity=batch.multiplicity, replay=batch.experts)
+  out = trunk(cfg, variables, batch.tokens, keys, sharding, **counted)
+
   cached_states = None if prefix is None else prefix.states[0]
-  state = head.at_parent(hidden, batch, sharding, cached_states)
+  state = head.at_parent(out.hidden, batch, sharding, cached_states)
   logprob, entropy = head.score(params, state, batch, sharding, depth=1)
-  loads = {'layers': routing.load}
-  if cfg.num_mtp_modules:
-    own = params['mtp']
-    if detach_mtp:
-      state, params = jax.lax.stop_gradient((state, params))
-    modules = mtp.apply(
-      cfg,
-      {'params': {**params, 'mtp': own}, 'router': variables['router']},
-      state,
-      batch,
-      metadata,
-      sharding,
-      prefix=None if prefix is None else prefix.mtp,
-      comparison=comparison,
-    )
-    loads['mtp'] = modules.load
+  if detach_mtp:
+    modules_read = jax.lax.stop_gradient((state, params))
   else:
-    none = jnp.zeros((0, *logprob.shape), logprob.dtype)
-    new = None
-    if prefix is not None:  # no entries, of this device's shapes
-      shape = (0, *batch.tokens.shape)
-      new = jax.tree.map(lambda a: jnp.zeros(shape + a.shape[3:], a.dtype), prefix.mtp)
-    modules = mtp.Outputs(none, None, new)
-  loads = sharding.psum(loads, 'rows', 'tokens', 'residual')
-  experts = routing.ids.swapaxes(0, 1).reshape(*logprob.shape, -1, routing.ids.shape[2])
-  rerouted = None
-  if routing.rerouted is not None:
-    rerouted = jnp.sum(routing.rerouted, axis=0, dtype=jnp.int32)
-    rerouted = rerouted.reshape(logprob.shape)
-  scores = logprob, entropy, modules.logprob
-  activation_max = sharding.pmax(jnp.max(activation_max), 'rows', 'tokens', 'residual')
-  outputs = Outputs(*scores, loads, experts, activation_max, rerouted, modules.drafts)
-  if prefix is None:
-    return outputs, None
-  return outputs, PrefixCache(*new_kv, hidden[None], modules.new)
+    modules_read = state, params
+  modules = _modules(cfg, variables, *modules_read, batch, keys, prefix, comparison)
+
+  loads = {'layers': out.routing.load}
+  if modules.load is not None:
+    loads['mtp'] = modules.load
+  everywhere = 'rows', 'tokens', 'residual'
+  ids, rerouted = out.routing.ids, out.routing.rerouted
+  if rerouted is not None:
+    rerouted = jnp.sum(rerouted, axis=0, dtype=jnp.int32).reshape(logprob.shape)
+  back = sharding.from_zigzag
+  return Outputs(
+    logprob=back(logprob),
+    entropy=back(entropy),
+    mtp_logprob=back(modules.logprob, axis=2),
+    loads=sharding.psum(loads, *everywhere),
+    experts=back(ids.swapaxes(0, 1).reshape(*logprob.shape, -1, ids.shape[2])),
+    activation_max=sharding.pmax(jnp.max(out.activation_max), *everywhere),
+    rerouted=jax.tree.map(back, rerouted),
+    drafts=jax.tree.map(lambda x: back(x, axis=2), modules.drafts),
+    new=None
+    if prefix is None
+    else PrefixCache(*out.new_kv, out.hidden[None], modules.new),
+  )
+
+
+def _modules(
+  cfg: ModelConfig, variables, state, params, batch, keys, prefix, comparison
+) -> mtp.Outputs:
+  """The MTP modules' results; empty without modules."""
+  cached = None if prefix is None else prefix.mtp
+  if cfg.num_mtp_modules:
+    own = {'params': {**params, 'mtp': variables['params']['mtp']}}
+    own['router'] = variables['router']
+    return mtp.apply(
+      cfg, own, state, batch, keys, keys.sharding, prefix=cached, comparison=comparison
+    )
+  shape = (0, *batch.tokens.shape)
+  none = jnp.zeros(shape, jnp.promote_types(state.dtype, jnp.float32))
+  # no entries, of this device's shapes
+  new = jax.tree.map(lambda a: jnp.zeros(shape + a.shape[3:], a.dtype), cached)
+  return mtp.Outputs(none, None, new)

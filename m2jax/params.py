@@ -17,6 +17,7 @@ F expert hidden; stacked over L layers and mtp modules.
 
 from __future__ import annotations
 
+import collections
 import enum
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -113,7 +114,7 @@ MTP: dict[str, Param] = {
   'embed_norm': _norm('D', 'e_norm.weight'),
   'proj': _matrix('DD D', 'model -', 'linear_projection.weight'),
 }
-BY_NAME: Mapping[str, Param] = {**TOP, **BLOCK, **MTP}
+BY_NAME: Mapping[str, Param] = collections.ChainMap(TOP, BLOCK, MTP)
 
 ROUTER_BIAS = f'{_MOE}e_score_correction_bias'  # released name of the selection biases
 

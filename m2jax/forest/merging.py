@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from m2jax.forest import replay, trie
-from m2jax.forest.types import Forest, Sample, padding
+from m2jax.forest.types import FIELDS, SAMPLED, Forest, Sample, padding
 
 LOSSES = ('response', 'path')
 
@@ -156,7 +156,7 @@ def _validate(index: int, sample: Sample, row_tokens, row_terms):
     raise ValueError(
       f'sample {index}: prompt_length={sample.prompt_length}: must be in [0, {length}]'
     )
-  for name in ('old_logprobs', 'advantages', 'weights', 'versions', 'lags'):
+  for name in (*SAMPLED.values(), 'versions'):
     values = getattr(sample, name)
     if values is not None and len(values) != length - sample.prompt_length:
       raise ValueError(
@@ -282,13 +282,10 @@ def _fill_terms(out: Forest, place: _Place, sample: Sample, row: _Row, iota) -> 
   offset = iota[:n][nonzero]
   to = place.row, slice(row.terms, row.terms + len(offset))
   out.term_token[to] = row.path[sample.prompt_length : len(sample.tokens)][nonzero]
-  for column, values, default in (
-    (out.old_logprob, sample.old_logprobs, 0.0),
-    (out.advantage, sample.advantages, 1.0),
-    (out.weight, sample.weights, 1.0),
-    (out.lag, sample.lags, -1),
-  ):
-    column[to] = default if values is None else np.asarray(values)[nonzero]
+  for name, in_sample in SAMPLED.items():
+    values, default = getattr(sample, in_sample), FIELDS[name]['default']
+    found = default if values is None else np.asarray(values)[nonzero]
+    getattr(out, name)[to] = found
   out.term_sample[to] = place.index
   out.term_offset[to] = offset
   return row.terms + len(offset)

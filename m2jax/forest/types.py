@@ -8,38 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import SupportsIndex, no_type_check
+from typing import Any, SupportsIndex, no_type_check
 
 import jax
 import numpy as np
 
 from m2jax.axes import Array, Float, Float32, Int, Int32
-
-
-@no_type_check  # `merge` checks it, with a message for each error
-@dataclasses.dataclass(frozen=True)
-class Sample:
-  """A token sequence, with the loss terms of its response tokens.
-
-  Attributes:
-    tokens: prompt and response.
-    prompt_length: number of leading tokens without a loss term.
-    old_logprobs, advantages, weights, versions, lags: one value per response token,
-      R = T - prompt_length; None means 0, 1, 1, 0 and -1. A token of weight 0 has no
-      term.
-    experts: recorded expert ids, -1 if not recorded. If samples share a token, the
-      record of one that sampled it is used (replay.py).
-  """
-
-  tokens: Int[np.ndarray, 'T']
-  prompt_length: int = 0
-  old_logprobs: Float[np.ndarray, 'R'] | None = None
-  advantages: Float[np.ndarray, 'R'] | None = None
-  weights: Float[np.ndarray, 'R'] | None = None
-  versions: Int[np.ndarray, 'R'] | None = None
-  lags: Int[np.ndarray, 'R'] | None = None
-  experts: Int[np.ndarray, 'T L k'] | None = None
-
 
 OLDER_KEYS = -2  # a `Forest.lag`
 
@@ -48,12 +22,20 @@ def _per_token(dtype, fill: int = 0, **options):
   return _field('token', dtype, fill, options)
 
 
-def _per_term(dtype, fill: int = 0, **options):
-  return _field('term', dtype, fill, options)
+def _per_term(dtype, fill: int = 0, sample: str | None = '', default: float = 0):
+  """A field that `merge` takes from `Sample`.
+
+  Args:
+    dtype, fill: of the array, and of its padding.
+    sample: its name there; '' is the same, None: `merge` makes it.
+    default: where the sample has None.
+  """
+  return _field('term', dtype, fill, {}, sample=sample, default=default)
 
 
-def _field(per: str, dtype, fill: int, options):
-  return dataclasses.field(metadata=dict(per=per, dtype=dtype, fill=fill), **options)
+def _field(per: str, dtype, fill: int, options, **more):
+  metadata = dict(per=per, dtype=dtype, fill=fill, **more)
+  return dataclasses.field(metadata=metadata, **options)
 
 
 @no_type_check  # jax also fills it with specs and placeholders
@@ -77,19 +59,22 @@ class Forest:
     experts: recorded expert ids (-1: not replayed), or None.
   """
 
-  # Batching, cutting, sharding and planning use this metadata: axis, dtype and fill.
+  # Samples, batching, cutting, sharding and planning read this metadata; a new field is
+  # a line here and its use.
   tokens: Int32[Array, 'B S'] = _per_token(np.int32)
   position: Int32[Array, 'B S'] = _per_token(np.int32)
   parent: Int32[Array, 'B S'] = _per_token(np.int32, fill=-1)
   subtree_end: Int32[Array, 'B S'] = _per_token(np.int32)
   multiplicity: Int32[Array, 'B S'] = _per_token(np.int32)
-  term_token: Int32[Array, 'B M'] = _per_term(np.int32)
-  old_logprob: Float32[Array, 'B M'] = _per_term(np.float32)
-  advantage: Float32[Array, 'B M'] = _per_term(np.float32)
-  weight: Float32[Array, 'B M'] = _per_term(np.float32)
-  lag: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
-  term_sample: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
-  term_offset: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1)
+  term_token: Int32[Array, 'B M'] = _per_term(np.int32, sample=None)
+  old_logprob: Float32[Array, 'B M'] = _per_term(np.float32, sample='old_logprobs')
+  advantage: Float32[Array, 'B M'] = _per_term(
+    np.float32, sample='advantages', default=1
+  )
+  weight: Float32[Array, 'B M'] = _per_term(np.float32, sample='weights', default=1)
+  lag: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1, sample='lags', default=-1)
+  term_sample: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1, sample=None)
+  term_offset: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1, sample=None)
   experts: Int32[Array, 'B S L k'] | None = _per_token(np.int32, fill=-1, default=None)
 
   @property
@@ -101,6 +86,45 @@ class Forest:
 FIELDS = {field.name: field.metadata for field in dataclasses.fields(Forest)}
 TOKEN_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'token')
 TERM_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'term')
+# Per-term field → where `merge` finds its values in a sample.
+SAMPLED = {
+  name: of['sample'] or name
+  for name, of in FIELDS.items()
+  if of['per'] == 'term' and of['sample'] is not None
+}
+
+
+def _with_terms(cls):
+  """The dataclass, with a field for each of `SAMPLED` that it does not name itself."""
+  for name in set(SAMPLED.values()) - set(cls.__annotations__):
+    cls.__annotations__[name] = Any
+    setattr(cls, name, None)
+  return dataclasses.dataclass(frozen=True)(cls)
+
+
+@no_type_check  # `merge` checks it, with a message for each error
+@_with_terms
+class Sample:
+  """A token sequence, with the loss terms of its response tokens.
+
+  Attributes:
+    tokens: prompt and response.
+    prompt_length: number of leading tokens without a loss term.
+    old_logprobs, advantages, weights, versions, lags: one value per response token,
+      R = T - prompt_length; None means 0, 1, 1, 0 and -1. A token of weight 0 has no
+      term.
+    experts: recorded expert ids, -1 if not recorded. If samples share a token, the
+      record of one that sampled it is used (replay.py).
+  """
+
+  tokens: Int[np.ndarray, 'T']
+  prompt_length: int = 0
+  old_logprobs: Float[np.ndarray, 'R'] | None = None
+  advantages: Float[np.ndarray, 'R'] | None = None
+  weights: Float[np.ndarray, 'R'] | None = None
+  versions: Int[np.ndarray, 'R'] | None = None
+  lags: Int[np.ndarray, 'R'] | None = None
+  experts: Int[np.ndarray, 'T L k'] | None = None
 
 
 def padding(rows: int, row_tokens: int, row_terms: int) -> Forest:
@@ -146,7 +170,10 @@ def causal(tokens: Int[Array, 'B S']) -> Forest:
   index = xp.broadcast_to(xp.arange(length, dtype=xp.int32), (batch, length))
   ones = xp.ones((batch, length), xp.int32)
   terms = index[:, 1:]
-  floats = xp.ones(terms.shape, xp.float32)
+  values = {
+    name: xp.full(terms.shape, FIELDS[name]['default'], FIELDS[name]['dtype'])
+    for name in SAMPLED
+  }
   return Forest(
     tokens=tokens,
     position=index,
@@ -154,10 +181,7 @@ def causal(tokens: Int[Array, 'B S']) -> Forest:
     subtree_end=length * ones,
     multiplicity=ones,
     term_token=terms,
-    old_logprob=0 * floats,
-    advantage=floats,
-    weight=floats,
-    lag=0 * index[:, 1:] - 1,
     term_sample=xp.broadcast_to(xp.arange(batch, dtype=xp.int32)[:, None], terms.shape),
     term_offset=terms - 1,
+    **values,
   )

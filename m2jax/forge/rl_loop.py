@@ -76,6 +76,7 @@ class RlLoop:
     # The time used is now minus this; a restart shifts it.
     self._started_s = time.monotonic()
     self._saved = 0  # step of the latest checkpoint
+    self._compiled = False  # the train step, by this process's first update
     self._skips = Skips(config.rl.max_skipped)
     self._ledgers: dict[int, data_pool.Ledger] = {}  # of the checkpoints, by step
     self._pruned = 0  # completions whose token ids were dropped
@@ -148,8 +149,10 @@ class RlLoop:
     waited_s = time.monotonic() - started_s
     scalars = self._window_metrics(taken)
     self._groups.fill()
-    progress.report(f'step {step:,} trains')
+    compiling = '' if self._compiled else '; compiling the train step'
+    progress.report(f'step {step:,} trains{compiling}')
     scalars |= self._learner.update(credits_, self._rl.updates_per_batch)
+    self._compiled = True
     self._check_agreement(step, scalars)
     self._skips.add(scalars['skipped'] == self._rl.updates_per_batch)
     self._roles.scheduler.update_weights(self._learner.variables(), step)

@@ -5,6 +5,9 @@ head split and before RoPE. Activations are [T, D] matrices: one matmul a projec
 With heads split over devices a norm is still over all heads: the mean squares of q and
 k, two numbers a token, are averaged over the shards.
 
+The projections are here, for training and rollout alike; the keys that a token attends
+to come from a key/value backend, `Keys`.
+
 Axes: B rows, S tokens, T = B·S, P tokens of a cached prefix, D model, N query heads,
 K key/value heads, H head dim, R rotary dim, half = R/2; sizes are those of this
 device's shard.
@@ -13,7 +16,8 @@ device's shard.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,87 +31,138 @@ from m2jax.layers import rope
 from m2jax.layers.norm import mean_square
 from m2jax.sharding import ONE_DEVICE, Sharding
 
+Tables = tuple[Float[Array, 'T half'], Float[Array, 'T half']]
 
-class Metadata(NamedTuple):
-  """What attention needs of a batch besides activations; the same for all layers.
+
+class Keys(Protocol):
+  """A key/value backend: the keys that the tokens of one pass attend to.
+
+  Attributes:
+    tables: cos, sin of RoPE at the tokens' positions.
+    carry: what each layer passes to the next, such as a cache that all write; or None.
+    stacked: what a layer has of its own, with leading axis L; or None.
+  """
+
+  tables: Tables
+  carry: Any
+  stacked: Any
+
+  def attention(self, cfg: ModelConfig, window: int | None) -> Callable:
+    """Attention of the layers with this window, prepared once for all of them.
+
+    Returns:
+      (q [T, N, H], k and v [T, K, H] of the tokens, carry=, layer= its slice of
+      `stacked`) → (output of T·N·H elements, (carry, new entries or None)).
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class ForestKeys:
+  """The forest's own tokens, after those of a cached prefix.
+
+  With a row's tokens split over devices, T are this device's and `visibility` has all
+  keys of the row, which are gathered.
 
   Attributes:
     tables: cos, sin of RoPE.
-    visibility: which keys each query sees.
+    visibility: which keys each query sees: those of the prefix, then the tokens'.
+    sharding: the mesh.
+    stacked: k, v of the prefix; new entries are returned if there is one.
   """
 
-  tables: tuple[Float[Array, 'T half'], Float[Array, 'T half']]
+  tables: Tables
   visibility: tree_attention.Visibility
+  sharding: Sharding
+  stacked: tuple[Float[Array, 'L B P K H'], Float[Array, 'L B P K H']] | None = None
+  carry: None = None
+
+  def from_position(self, depth) -> ForestKeys:
+    """Without the keys at positions below `depth`."""
+    seen = self.visibility
+    end = jnp.where(seen.k_position >= depth, seen.subtree_end, 0)
+    seen = dataclasses.replace(seen, subtree_end=end)
+    return dataclasses.replace(self, visibility=seen)
+
+  def attention(self, cfg: ModelConfig, window: int | None) -> Callable:
+    """See `Keys`."""
+    seen = dataclasses.replace(self.visibility, window=window, sinks=cfg.sinks)
+    rows_of_queries, rows_of_keys = seen.q_position.shape, seen.subtree_end.shape
+    like = lambda *shape: jax.ShapeDtypeStruct((*shape, cfg.head_dim), cfg.dtype)
+    seen = tree_attention.prepare(
+      seen, like(*rows_of_queries, cfg.num_heads), like(*rows_of_keys, cfg.num_kv_heads)
+    )
+
+    def attend(q, k, v, carry, layer):
+      q, k, v = (a.reshape(*rows_of_queries, *a.shape[1:]) for a in (q, k, v))
+      new = None if layer is None else (k, v)
+      if layer is not None:
+        k, v = (jnp.concatenate(pair, axis=1) for pair in zip(layer, new, strict=True))
+      k, v = self.sharding.gather_tokens(k), self.sharding.gather_tokens(v)
+      return tree_attention.attend(q, k, v, seen), (carry, new)
+
+    return attend
 
 
-def metadata(
-  cfg: ModelConfig, batch: Forest, sharding: Sharding, prefix_slots: int = 0
-) -> Metadata:
-  """Of whole rows: `prefix_slots` cached tokens, then the batch's."""
+def forest_keys(
+  cfg: ModelConfig,
+  batch: Forest,
+  sharding: Sharding = ONE_DEVICE,
+  prefix: tuple[Float[Array, 'L B P K H'], Float[Array, 'L B P K H']] | None = None,
+) -> ForestKeys:
+  """The keys of whole rows, which may continue a cached prefix."""
   position = jnp.asarray(batch.position)
   tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
   rows, length = position.shape
   q_index, k_position = None, position
   if sharding.size('tokens') > 1:
     q_index = jnp.broadcast_to(sharding.token_index(length), position.shape)
-  elif prefix_slots:
-    slots = jnp.arange(prefix_slots, dtype=position.dtype)
-    q_index = jnp.arange(length, dtype=jnp.int32) + prefix_slots
+  elif prefix is not None:
+    slots = prefix[0].shape[2]
+    q_index = jnp.arange(length, dtype=jnp.int32) + slots
     q_index = jnp.broadcast_to(q_index, position.shape)
-    slots = jnp.broadcast_to(slots, (rows, prefix_slots))
-    k_position = jnp.concatenate([slots, position], axis=1)
+    cached = jnp.broadcast_to(jnp.arange(slots, dtype=position.dtype), (rows, slots))
+    k_position = jnp.concatenate([cached, position], axis=1)
   visibility = tree_attention.Visibility(
     sharding.gather_tokens(jnp.asarray(batch.subtree_end)),
     q_index,
     q_position=position,
     k_position=sharding.gather_tokens(k_position),
   )
-  return Metadata(tables, visibility)
+  return ForestKeys(tables, visibility, sharding, prefix)
 
 
-def of_layer(metadata: Metadata, cfg: ModelConfig, window: int | None) -> Metadata:
-  """With the visibility in layers of this window, prepared for the kernels once."""
-  visibility = dataclasses.replace(metadata.visibility, window=window, sinks=cfg.sinks)
-  q, k = (
-    jax.ShapeDtypeStruct((*index.shape, heads, cfg.head_dim), cfg.dtype)
-    for index, heads in (
-      (visibility.q_position, cfg.num_heads),
-      (visibility.subtree_end, cfg.num_kv_heads),
-    )
-  )
-  visibility = tree_attention.prepare(visibility, q, k)
-  return metadata._replace(visibility=visibility)
-
-
-def project(
-  x: Float[Array, 'T D'],
+def apply(
+  x: Float[Array, 'Tr D'],
   p,
   cfg: ModelConfig,
-  tables: tuple[Float[Array, 'T half'], Float[Array, 'T half']],
+  tables: Tables,
+  attend: Callable[..., tuple[Array, Any]],
   sharding: Sharding = ONE_DEVICE,
-) -> tuple[Float[Array, 'T N H'], Float[Array, 'T K H'], Float[Array, 'T K H']]:
-  """Queries, keys and values of x, normed and rotated.
+) -> tuple[Float[Array, 'Tr D'], Any]:
+  """What attention adds to the residual stream, and what `attend` returns besides.
 
-  For attention other than `attend`, such as the rollout engine's over its cache.
+  x and the output have this device's part of the residual stream; queries, keys and
+  values are of all T tokens.
 
-  Raises:
-    ValueError: the model has sliding windows, which only `attend` supports.
+  Args:
+    x: activations after the norm.
+    p: the block's parameters.
+    cfg: the model.
+    tables: cos, sin of RoPE.
+    attend: (q [T, N, H], k, v [T, K, H]) → (output of T·N·H elements, extra).
+    sharding: the mesh.
   """
-  if cfg.window is not None:
-    raise ValueError(
-      f'ModelConfig.window={cfg.window}: a model with sliding windows can be trained '
-      'and scored, but not served: cached attention has no windows'
-    )
-  return _project(x, p, cfg, tables, sharding)
-
-
-def _project(x, p, cfg: ModelConfig, tables, sharding: Sharding):
-  q, k, v = (block_fp8.dot(x, p[name], cfg.matmuls) for name in ('q', 'k', 'v'))
+  x_TxD = sharding.gather_residual(x)
+  q, k, v = (block_fp8.dot(x_TxD, p[name], cfg.matmuls) for name in ('q', 'k', 'v'))
   q_variance, k_variance = _variances(q, k, sharding)
   static = dict(head_dim=cfg.head_dim, eps=cfg.rms_norm_eps)
   q = norm_rope(q, p['q_norm'], *tables, variance=q_variance, **static)
   k = norm_rope(k, p['k_norm'], *tables, variance=k_variance, **static)
-  return tuple(a.reshape(len(a), -1, cfg.head_dim) for a in (q, k, v))
+  heads = (a.reshape(len(a), -1, cfg.head_dim) for a in (q, k, v))
+  out, extra = attend(*heads)
+  out_TxQ = out.reshape(len(x_TxD), -1)
+  out_TxD = block_fp8.dot(out_TxQ, p['o'], cfg.matmuls)
+  return sharding.sum_to_residual(out_TxD, 'heads'), extra
 
 
 def _variances(q, k, sharding: Sharding):
@@ -119,42 +174,3 @@ def _variances(q, k, sharding: Sharding):
     return None, None
   both = jnp.concatenate([mean_square(q), mean_square(k)], axis=-1)
   return jnp.split(sharding.pmean(both, 'heads'), 2, axis=-1)
-
-
-def attend(
-  x: Float[Array, 'T D'],
-  p,
-  cfg: ModelConfig,
-  metadata: Metadata,
-  sharding: Sharding = ONE_DEVICE,
-  *,
-  prefix: tuple[Float[Array, 'B P K H'], Float[Array, 'B P K H']] | None = None,
-) -> tuple[
-  Float[Array, 'T D'], tuple[Float[Array, 'B S K H'], Float[Array, 'B S K H']]
-]:
-  """Forest attention's output for x, and the new keys and values.
-
-  x and the output have this device's part of the residual stream; queries, keys and
-  values are of all T tokens. With a row's tokens split over devices, T are this
-  device's and `metadata.visibility` has all keys of the row, which are gathered.
-
-  Args:
-    x: activations after the norm.
-    p: the block's parameters.
-    cfg: the model.
-    metadata: of the batch; its keys are those of the prefix, then the tokens'.
-    sharding: the mesh.
-    prefix: cached k, v of the path that the tokens continue.
-  """
-  visibility = metadata.visibility
-  x = sharding.gather_residual(x)
-  q, k, v = _project(x, p, cfg, metadata.tables, sharding)
-  rows = len(visibility.subtree_end)
-  q, k, v = (a.reshape(rows, -1, *a.shape[1:]) for a in (q, k, v))
-  new = k, v
-  if prefix is not None:
-    k, v = (jnp.concatenate(pair, axis=1) for pair in zip(prefix, new, strict=True))
-  k, v = sharding.gather_tokens(k), sharding.gather_tokens(v)
-  out = tree_attention.attend(q, k, v, visibility)
-  out = block_fp8.dot(out.reshape(x.shape[0], -1), p['o'], cfg.matmuls)
-  return sharding.sum_to_residual(out, 'heads'), new

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from m2jax.axes import Array, Bool, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.kernels import block_fp8
+from m2jax.layers import attention
 from m2jax.layers.norm import rms_norm
-from m2jax.moe import dispatch, router
+from m2jax.moe import dispatch, router, served
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -29,13 +29,13 @@ class Routing(NamedTuple):
 
   Attributes:
     ids: experts used, of all tokens of the device.
-    load: assignments of its part of them, counted with multiplicity.
+    load: assignments of its part of them, counted with multiplicity; None without.
     rerouted: of all tokens of the device, whether a replay uses other experts than the
       router would choose; None without a replay.
   """
 
   ids: Int[Array, 'T k']
-  load: Float32[Array, 'E']
+  load: Float32[Array, 'E'] | None
   rerouted: Bool[Array, 'T'] | None = None
 
 
@@ -44,47 +44,52 @@ def apply(
   p,
   bias: Float[Array, 'E'],
   cfg: ModelConfig,
+  tables: attention.Tables,
   attend: Callable,
-  multiplicity: Int[Array, 'Tr'],
+  *,
+  multiplicity: Int[Array, 'Tr'] | None = None,
   replay: Int[Array, 'Tr k'] | None = None,
   sharding: Sharding = ONE_DEVICE,
-  experts: Callable | None = None,
 ) -> tuple[Float[Array, 'Tr D'], Any, Routing]:
-  """The block's x, attention's extra output, Routing.
+  """The block's x, what `attend` returns besides its output, and the routing.
 
   Args:
     x: activations.
     p: parameters of the block.
     bias: of the router's selection.
     cfg: the model.
-    attend: (normed x, p) → (what is added to x, extra): forest or cached attention.
-    multiplicity: by which assignments are counted.
+    tables, attend: RoPE and keys of the tokens; see `attention.apply`.
+    multiplicity: by which assignments are counted; None: they are not counted.
     replay: recorded expert ids, or None.
     sharding: the mesh.
-    experts: (normed x, expert ids, weights, p) → what is added to x; None is
-      `dispatch.apply`.
   """
   with jax.named_scope('attention'):
-    out, extra = attend(rms_norm(x, p['attn_norm'], cfg.rms_norm_eps), p)
+    y = rms_norm(x, p['attn_norm'], cfg.rms_norm_eps)
+    out, extra = attention.apply(y, p, cfg, tables, attend, sharding)
     x = x + out
   with jax.named_scope('moe'):
     y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps)
     ids, weights, rerouted = router.decide(
       y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores
     )
-    load = router.loads(ids, jnp.asarray(multiplicity), cfg.num_experts)
+    load = None
+    if multiplicity is not None:
+      load = router.loads(ids, multiplicity, cfg.num_experts)
+      load = jax.lax.stop_gradient(load)
     # each device routes its part: ids and weights are less to gather than to recompute
     y, ids, weights = map(sharding.gather_residual, (y, ids, weights))
     rerouted = jax.tree.map(sharding.gather_residual, rerouted)
-    if experts is not None:
-      out = experts(y, ids, weights, p)
-    else:
-      kernels = (
-        block_fp8.operand(p[name], x.dtype, cfg.matmuls)
-        for name in ('gate', 'up', 'down')
-      )
-      out = dispatch.apply(
-        y, ids, weights, *kernels, sharding=sharding, matmuls=cfg.matmuls
-      )
-    x = x + out
-  return x, extra, Routing(ids, jax.lax.stop_gradient(load), rerouted)
+    x = x + _experts(y, ids, weights, p, cfg, sharding)
+  return x, extra, Routing(ids, load, rerouted)
+
+
+def _experts(y, ids, weights, p, cfg: ModelConfig, sharding: Sharding):
+  """What the chosen experts add to the residual stream."""
+  if served.prepared(p):
+    return served.apply(y, ids, weights, p, cfg, sharding)
+  kernels = (
+    block_fp8.operand(p[name], y.dtype, cfg.matmuls) for name in ('gate', 'up', 'down')
+  )
+  return dispatch.apply(
+    y, ids, weights, *kernels, sharding=sharding, matmuls=cfg.matmuls
+  )

@@ -6,6 +6,7 @@ Axes: L layers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,14 +63,16 @@ def over_layers(
 ):
   """x → body(window)(x, layer's slice) for each layer; outputs stacked [L, …].
 
-  With windows of several sizes a scan is over periods (`ModelConfig.windows`).
+  With windows of several sizes a scan is over periods (`ModelConfig.windows`). Where
+  layers are unrolled, a list in `stacked` has what each layer gets as an element.
   """
   bodies = [recomputed(body(window), cfg, sharding) for window in cfg.windows]
 
   def several(x, layers):
     outs = []
-    for layer in range(len(jax.tree.leaves(layers)[0])):
-      one = jax.tree.map(lambda a, layer=layer: a[layer], layers)
+    is_list = lambda a: isinstance(a, list)
+    for layer in range(len(jax.tree.leaves(layers, is_leaf=is_list)[0])):
+      one = jax.tree.map(operator.itemgetter(layer), layers, is_leaf=is_list)
       x, out = bodies[layer % len(bodies)](x, one)
       outs.append(out)
     return x, jax.tree.map(lambda *a: jnp.stack(a), *outs)

@@ -12,20 +12,20 @@ key/value heads, H head dim; mtp modules.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from m2jax.axes import Array, Float, Float32
+from m2jax.axes import Array, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
 from m2jax.layers import attention, block, draft_loss, head, loop
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
-from m2jax.sharding import Sharding
+from m2jax.sharding import ONE_DEVICE, Sharding
 
 
 class Cache(NamedTuple):
@@ -69,20 +69,37 @@ def join(
   return both @ p['proj'].astype(both.dtype)
 
 
-def _attend(
-  k, cfg: ModelConfig, metadata: attention.Metadata, sharding: Sharding, prefix
-):
-  """Attention of module k, which sees no key of a position below k."""
-  visibility = metadata.visibility
-  end = jnp.where(visibility.k_position >= k, visibility.subtree_end, 0)
-  visible = dataclasses.replace(visibility, subtree_end=end)
-  return functools.partial(
-    attention.attend,
-    cfg=cfg,
-    metadata=metadata._replace(visibility=visible),
+def module(
+  state: Float[Array, 'T D'],
+  embedding: Float[Array, 'Tr D'],
+  p,
+  bias: Float[Array, 'E'],
+  cfg: ModelConfig,
+  final_norm: Float[Array, 'D'],
+  tables: attention.Tables,
+  attend: Callable,
+  *,
+  multiplicity: Int[Array, 'Tr'] | None = None,
+  sharding: Sharding = ONE_DEVICE,
+) -> tuple[Float[Array, 'T D'], Any, block.Routing]:
+  """A module's states, what `attend` returns besides its output, and the routing.
+
+  Args:
+    state: of the module before, at each token's parent.
+    embedding: of the tokens.
+    p, bias: of the module.
+    cfg: the model.
+    final_norm: of the trunk.
+    tables, attend, multiplicity, sharding: see `block.apply`.
+  """
+  x = join(sharding.residual_part(state), embedding, p, cfg)
+  x, extra, routing = block.apply(
+    *(x, p['layers'], bias, cfg, tables, attend),
+    multiplicity=multiplicity,
     sharding=sharding,
-    prefix=None if prefix is None else prefix[:2],
   )
+  x = rms_norm(x, final_norm, cfg.rms_norm_eps)
+  return sharding.gather_residual(x), extra, routing
 
 
 def apply(
@@ -90,7 +107,7 @@ def apply(
   variables,
   state: Float[Array, 'B S D'],
   batch: Forest,
-  metadata: attention.Metadata,
+  keys: attention.ForestKeys,
   sharding: Sharding,
   prefix: Cache | None = None,
   comparison: draft_loss.Comparison | None = None,
@@ -103,7 +120,7 @@ def apply(
       norm and head, the head gathered.
     state: of the trunk at each token's parent.
     batch: this device's tokens.
-    metadata: of the trunk, with positions; the modules have no windows.
+    keys: of the trunk; the modules have no windows.
     sharding: the mesh.
     prefix: cached, of the path that the tokens continue.
     comparison: of the modules with the trunk; None: there is none.
@@ -113,27 +130,28 @@ def apply(
     teacher = draft_loss.best_words(params, state, comparison, sharding)
   embedding = embed(cfg, params, batch.tokens, sharding)
 
-  def block_of_module(state, stacked):
+  def states(state, stacked):
     k, p, bias, prefix = stacked
     p = sharding.gather_params(p, cfg.dtype)
-    attend = _attend(k, cfg, metadata, sharding, prefix)
-    own = sharding.residual_part(state.reshape(-1, cfg.embed_dim))
-    x = join(own, embedding, p, cfg)
+    attend = keys.from_position(k).attention(cfg, window=None)
+    cached = None if prefix is None else prefix[:2]
     multiplicity = jnp.where(batch.position >= k, batch.multiplicity, 0).reshape(-1)
-    multiplicity = sharding.residual_part(multiplicity)
-    x, new_kv, routing = block.apply(
-      x, p['layers'], bias, cfg, attend, multiplicity, sharding=sharding
+    x, (_, new_kv), routing = module(
+      state.reshape(-1, cfg.embed_dim),
+      *(embedding, p, bias, cfg, params['final_norm'], keys.tables),
+      functools.partial(attend, carry=None, layer=cached),
+      multiplicity=sharding.residual_part(multiplicity),
+      sharding=sharding,
     )
-    x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
-    x = sharding.gather_residual(x).reshape(state.shape)
+    x = x.reshape(state.shape)
     cached_states = None if prefix is None else prefix.states
     state = head.at_parent(x, batch, sharding, cached_states)
     return state, (routing.load, None if prefix is None else Cache(*new_kv, x))
 
-  block_of_module = loop.recomputed(block_of_module, cfg, sharding)
+  states = loop.recomputed(states, cfg, sharding)
 
-  def module(state, stacked):
-    state, (load, new) = block_of_module(state, stacked)
+  def one(state, stacked):
+    state, (load, new) = states(state, stacked)
     # not recomputed: the head saves its inputs and one number a token
     depth, drafts = stacked[0] + 1, None
     if teacher is None:
@@ -152,4 +170,4 @@ def apply(
     prefix,
   )
   unroll = modules if cfg.unroll_layers else 1
-  return jax.lax.scan(module, state, stacked, unroll=unroll)[1]
+  return jax.lax.scan(one, state, stacked, unroll=unroll)[1]

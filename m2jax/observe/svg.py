@@ -135,6 +135,8 @@ def line_plot(
   y_ticks = ticks(*(y_limits or _y_range(ys)), about=5)
   about = max(2, 6 * width // WIDTH)
   x_ticks = [t for t in ticks(low, high, about) if low <= t <= high]
+  if all(float(x).is_integer() for x in xs):  # steps and updates have no halves
+    x_ticks = [t for t in x_ticks if float(t).is_integer()]
   place_x = _scale(low, high, _LEFT, right)
   place_y = _scale(y_ticks[0], y_ticks[-1], base, _TOP)
   parts = [

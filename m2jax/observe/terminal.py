@@ -145,8 +145,8 @@ class RunView:
       ValueError: the phase was not named in the constructor.
     """
     self._state.find(phase)
+    self.done()
     with self._lock:
-      self._state.end_current()
       self._state.begin(phase)
     self._announce(f'{phase}: started')
 

@@ -228,8 +228,7 @@ def serve(config: PlanConfig, placed: Placed, where: sharding_lib.Sharding) -> P
   variables = jax.eval_shape(
     lambda key: train_step.init_variables(cfg, key), jax.random.key(0)
   )
-  if cfg.unroll_layers:
-    variables = jax.eval_shape(functools.partial(forward.split_layers, cfg), variables)
+  variables = jax.eval_shape(functools.partial(forward.split_layers, cfg), variables)
   variables = where.shaped(variables, placement.weight_specs(cfg, where.rules))
   state = engine.state_shapes()
   if load.kind == 'decode':

@@ -115,11 +115,8 @@ class _Functions(NamedTuple):
 
   def push(self, variables, stack, batch, start):
     prefix = _visible(stack, batch)
-    new = model.forward_with_prefix(
-      self.cfg, variables, batch, prefix, sharding=self.sharding
-    )[1]
-
-    return jax.tree.map(functools.partial(_write, start), stack, new)
+    out = model.forward(self.cfg, variables, batch, prefix, sharding=self.sharding)
+    return jax.tree.map(functools.partial(_write, start), stack, out.new)
 
   def leaf(self, variables, sums, stack, cotangents, batch):
     def none(new):
@@ -183,7 +180,7 @@ class _Functions(NamedTuple):
     `params` are used in place of those of the variables.
     """
     variables = {**variables, 'params': params}
-    out, new = model.forward_with_prefix(
+    out = model.forward(
       self.cfg,
       variables,
       batch,
@@ -195,7 +192,7 @@ class _Functions(NamedTuple):
     loss, metrics = train_step.loss_and_metrics(
       out, batch, self.cfg, self.objective, self.config
     )
-    return (loss, new), (metrics, out.loads)
+    return (loss, out.new), (metrics, out.loads)
 
   def _backward(self, variables, sums, stack, cotangents, batch, new_cotangents):
     """`new_cotangents(entries)` are the cotangents of the chunk's new entries."""

@@ -10,13 +10,12 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from m2jax import config as config_lib
-from m2jax import forest
-from m2jax.layers import attention, rope
+from m2jax import forest, params
+from m2jax.rollout.engine import forward, pages
 from tests.model import test_forest_equivalence as exact
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -160,9 +159,11 @@ def test_bad_settings_are_named(changes, match):
 def test_not_served():
   """The engine's cached attention has no windows: it is refused, not served wrongly."""
   cfg = exact.config('float32', **HYBRID)
-  tables = rope.tables(jnp.zeros(1, jnp.int32), cfg.rotary_dim, cfg.rope_theta)
+  cache = pages.empty(cfg, 2, 4)
+  one = np.ones(1, np.int32)
+  rows = forward.Rows(one[:, None], 0 * one, one, one[:, None])
   with pytest.raises(ValueError, match='window=3: .* not served'):
-    attention.project(jnp.zeros((1, cfg.embed_dim)), {}, cfg, tables)
+    jax.eval_shape(lambda v: forward.extend(cfg, v, cache, rows), params.shapes(cfg))
 
 
 def test_presets_have_none():

@@ -244,6 +244,7 @@ def test_without_a_terminal_it_prints_plain_lines():
   console = _console(is_terminal=False)
   with terminal.RunView(PHASES, console=console, plain_every_s=0.05) as view:
     assert not view.interactive
+    view.begin('SFT')
     view.begin('RL')
     view.on_record(FULL_RECORD)
     wait_until(lambda: console.file.getvalue().count('success 0.5') >= 1)
@@ -258,6 +259,7 @@ def test_without_a_terminal_it_prints_plain_lines():
   lines = text.splitlines()
   figures = [line for line in lines if 'success 0.5' in line]
   assert all('tokens/s 19,234' in line for line in figures)
+  assert any('SFT: done' in line for line in lines)
   assert any('RL: started' in line for line in lines)
   assert any('RL: done' in line and '(fine)' in line for line in lines)
   assert '\x1b' not in text

@@ -37,10 +37,9 @@ Q, KV = CFG.num_heads * H, CFG.num_kv_heads * H
 
 
 def projections(x, q, k, v, o):
-  p = dict(q=q, k=k, v=v, q_norm=jnp.ones(Q), k_norm=jnp.ones(KV))
+  p = dict(q=q, k=k, v=v, o=o, q_norm=jnp.ones(Q), k_norm=jnp.ones(KV))
   tables = rope.tables(jnp.arange(T), CFG.rotary_dim, CFG.rope_theta)
-  q, k, v = attention.project(x, p, CFG, tables)
-  return q.reshape(T, -1) @ o, k, v
+  return attention.apply(x, p, CFG, tables, lambda q, k, v: (q, (k, v)))
 
 
 def mixture(x, r, gate, up, down):

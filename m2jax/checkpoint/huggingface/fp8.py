@@ -59,7 +59,7 @@ def dequantize(
 def is_quantized(leaf: str) -> bool:
   """Whether the release stores the matrices of a leaf ('params/layers/q') in FP8."""
   *folders, name = leaf.split('/')
-  return name in weights.NAMES and folders[-1] == 'layers'
+  return weights.is_linear(name) and folders[-1] == 'layers'
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

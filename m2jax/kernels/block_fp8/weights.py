@@ -11,9 +11,17 @@ from typing import Any
 import jax
 
 from m2jax.kernels.block_fp8.blocks import WEIGHT, Blocks, quantize
+from m2jax.params import BLOCK, Kind
 
-# Of a block: what `ModelConfig.matmuls` and the release's quantization_config cover.
-NAMES = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+def is_linear(name: str) -> bool:
+  """Whether `ModelConfig.matmuls` and the release's quantization_config cover it.
+
+  Args:
+    name: of a block's parameter.
+  """
+  param = BLOCK.get(name)
+  return param is not None and param.kind in (Kind.MATRIX, Kind.EXPERT)
 
 
 def quantize_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +42,7 @@ def map_weights(f: Callable[[Any], Any], variables: Mapping[str, Any]):
   """`f` of each weight of the linear layers of all blocks, MTP modules included."""
 
   def block(p):
-    return {name: f(leaf) if name in NAMES else leaf for name, leaf in p.items()}
+    return {name: f(leaf) if is_linear(name) else leaf for name, leaf in p.items()}
 
   params = {**variables['params']}
   params['layers'] = block(params['layers'])

@@ -1,6 +1,6 @@
 """The engine's calls as pure functions; on a mesh, of each device's part.
 
-A device has the slots and pages of its group (`rollout.placement`) and is given its
+A device has the slots and pages of its group (`placement`) and is given its
 rows of a call. The other devices of a group have other heads, experts, channels and
 parts of the vocabulary. All groups take the same steps, because they exchange tokens
 with each other's experts.

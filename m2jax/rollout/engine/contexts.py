@@ -59,10 +59,10 @@ class Contexts(NamedTuple):
     stored = self.tokens.at[at.page, at.offset].set(tokens, mode='drop')
     return self._replace(tokens=stored)
 
-  def write_experts(self, layer: int, at: Places, ids) -> Contexts:
+  def write_experts(self, at: Places, ids) -> Contexts:
     if self.experts is None:
       return self
-    stored = self.experts.at[layer, at.page, at.offset]
+    stored = self.experts.at[:, at.page, at.offset]
     return self._replace(experts=stored.set(ids.astype(EXPERT_DTYPE), mode='drop'))
 
   def attend(self, layer: int, q, tables, position, visible=None) -> jax.Array:
@@ -151,9 +151,8 @@ def put_back(pages: Pages, contexts: Contexts, tables, starts, counts, most: int
   for layer, (k, v) in enumerate(zip(contexts.k, contexts.v, strict=True)):
     k, v = k[:, row, :, positions], v[:, row, positions].transpose(1, 2, 0, 3)
     pages = pages.write(layer, at, k, v)
-    if pages.experts is not None and layer < len(pages.experts):
-      ids = contexts.experts[layer, row, positions]
-      pages = pages.write_experts(layer, at, ids)
+  if pages.experts is not None:
+    pages = pages.write_experts(at, contexts.experts[:, row, positions])
   if pages.states is not None:
     pages = pages.write_depth(at, contexts.depth[row, positions])
     # Rows that share a page have read the same of it.

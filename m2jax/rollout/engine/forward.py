@@ -1,8 +1,9 @@
-"""The trunk over paged sequences: new tokens are stored, then see all before them.
+"""The trunk over an engine's cache: new tokens are stored, then see all before them.
 
-The blocks are those of `model.trunk`. Prefill, decoding and JetStream's calls all are
-this function, for chunks of many tokens or of one. On a mesh it runs inside
-`shard_map`, on this device's rows, pages, heads, experts and part of the vocabulary.
+`extend` is `model.trunk` over `CachedKeys`: storage is here, arithmetic there. Prefill,
+decoding and JetStream's calls all are this function, for chunks of many tokens or of
+one. On a mesh it runs inside `shard_map`, on this device's rows, pages, heads, experts
+and part of the vocabulary.
 
 Axes: P rows, C new tokens of a row, n pages of a table, S = n·page positions, D model,
 L layers, K key/value heads, G query heads per K, H head dim.
@@ -17,21 +18,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from m2jax import model
 from m2jax.config import ModelConfig
 from m2jax.kernels import block_fp8
-from m2jax.layers import attention, block, rope
-from m2jax.layers.embed import embed
-from m2jax.layers.norm import rms_norm
-from m2jax.moe import batched, dispatch
+from m2jax.layers import rope
+from m2jax.moe import served
 from m2jax.rollout.engine.contexts import Contexts
 from m2jax.rollout.engine.pages import Pages, Places
 from m2jax.sharding import ONE_DEVICE, Sharding
-
-FEW = 'few'  # a layer's experts, as calls of at most FEW_TOKENS tokens want them
-FEW_TOKENS = 8
-FUSED = 'gate_up'  # and as two matrices an expert, in place of gate and up
 
 
 class Rows(NamedTuple):
@@ -64,6 +59,58 @@ class Rows(NamedTuple):
     return pages.places(self.tables, self.position, self.live)
 
 
+class CachedKeys(NamedTuple):
+  """The keys of an engine's cache, where the rows' tokens are stored first.
+
+  A `layers.attention.Keys` whose carry is the cache.
+
+  Attributes:
+    tables: cos, sin of RoPE.
+    carry: the cache.
+    stacked: [L], the cache's index of each layer.
+    rows: of the tokens.
+    visible: [P, S], if not all are: which keys a token other than itself sees.
+  """
+
+  tables: tuple[jax.Array, jax.Array]
+  carry: Pages | Contexts
+  stacked: jax.Array | list[int]
+  rows: Rows
+  visible: jax.Array | None = None
+
+  def attention(self, cfg: ModelConfig, window: int | None) -> Callable:
+    """See `layers.attention.Keys`.
+
+    Raises:
+      ValueError: the model has sliding windows, which only forests support.
+    """
+    if window is not None:
+      raise ValueError(
+        f'ModelConfig.window={window}: a model with sliding windows can be trained '
+        'and scored, but not served: cached attention has no windows'
+      )
+    rows = self.rows
+    sees_up_to = jnp.where(rows.live, rows.position, -1)  # no page is read for padding
+
+    def attend(q, k, v, carry, layer):
+      q, k, v = (a.reshape(*rows.tokens.shape, *a.shape[1:]) for a in (q, k, v))
+      cache = carry.write(layer, rows.places(carry), k, v)
+      out = cache.attend(layer, q, rows.tables, sees_up_to, self.visible)
+      return out, (cache, None)
+
+    return attend
+
+
+def cached_keys(cfg: ModelConfig, rows: Rows, cache: Pages | Contexts) -> CachedKeys:
+  """The keys of the trunk's layers in a cache."""
+  position = rows.position.reshape(-1)
+  tables = rope.tables(position, cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
+  layers = (
+    list(range(cfg.num_layers)) if cfg.unroll_layers else jnp.arange(cfg.num_layers)
+  )
+  return CachedKeys(tables, cache, layers, rows)
+
+
 def extend(
   cfg: ModelConfig,
   variables,
@@ -76,72 +123,11 @@ def extend(
   A token sees the stored positions up to its own. Hidden states of padding are
   undefined. With a mesh all arguments are this device's part.
   """
-  params, (P, C) = variables['params'], rows.tokens.shape
-  block = layer_block(cfg, rows, sharding)
   at = rows.places(pages)
-
-  def body(x, pages, p, bias, layer):
-    x, pages, ids = block(x, pages, p, bias, layer)
-    return x, pages.write_experts(layer, at, ids)
-
-  pages = pages.write_tokens(at, rows.tokens)
-  x = embed(cfg, params, rows.tokens, sharding)
-  weights = (params['layers'], variables['router']['layers'])
-  x, pages = _through_layers(cfg, body, x, pages, weights)
-  x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
-  return x.reshape(P, C, -1), pages
-
-
-def layer_block(cfg: ModelConfig, rows: Rows, sharding: Sharding, visible=None):
-  """A decoder block over the rows' tokens, whose keys and values it stores.
-
-  Args:
-    visible: [P, S], if not all are: which keys a token other than itself sees.
-
-  Returns:
-    (x [P·C, D], pages, parameters, router bias, layer of the pages) → x, pages, expert
-    ids [P, C, top_k].
-  """
-  P, C = rows.tokens.shape
-  position = rows.position
-  sees_up_to = jnp.where(rows.live, position, -1)  # no page is read for padding
-  tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
-
-  def apply(x, pages, p, bias, layer):
-    def attend(x, p):
-      qkv = attention.project(x, p, cfg, tables, sharding)
-      q, k, v = (a.reshape(P, C, *a.shape[1:]) for a in qkv)
-      after = pages.write(layer, rows.places(pages), k, v)
-      out = after.attend(layer, q, rows.tables, sees_up_to, visible)
-      out = block_fp8.dot(out.reshape(P * C, -1), p['o'], cfg.matmuls)
-      return sharding.psum(out, 'heads'), after
-
-    ones = jnp.ones(P * C, jnp.int32)
-    experts = _experts_of(cfg, sharding, p)
-    x, after, routing = block.apply(
-      *(x, p, bias, cfg, attend, ones), sharding=sharding, experts=experts
-    )
-    return x, after, routing.ids.reshape(P, C, -1)
-
-  return apply
-
-
-def _through_layers(cfg: ModelConfig, body, x, pages, weights):
-  """Applies `body` to every layer, unrolled or scanned; returns x and the pages."""
-  if cfg.unroll_layers:
-    layers, biases = weights
-    if not isinstance(layers, tuple):  # else `split_layers` has done it
-      layers, biases = (_split(cfg.num_layers, x) for x in weights)
-    for l, (p, bias) in enumerate(zip(layers, biases, strict=True)):
-      x, pages = body(x, pages, p, bias, l)
-    return x, pages
-
-  def one(carry, layer):
-    (p, bias), l = layer
-    return body(*carry, p, bias, l), None
-
-  layers = (weights, jnp.arange(cfg.num_layers))
-  return lax.scan(one, (x, pages), layers)[0]
+  keys = cached_keys(cfg, rows, pages.write_tokens(at, rows.tokens))
+  out = model.trunk(cfg, split_layers(cfg, variables), rows.tokens, keys, sharding)
+  ids = out.routing.ids.reshape(cfg.num_layers, *rows.tokens.shape, -1)
+  return out.hidden, out.carry.write_experts(at, ids)
 
 
 def prepared(cfg: ModelConfig, variables, *, quantize: bool, **options):
@@ -152,7 +138,7 @@ def prepared(cfg: ModelConfig, variables, *, quantize: bool, **options):
   """
   if quantize:
     variables = block_fp8.quantize_variables(variables)
-  return split_layers(cfg, variables, **options) if cfg.unroll_layers else variables
+  return split_layers(cfg, variables, **options)
 
 
 def split_layers(
@@ -162,55 +148,28 @@ def split_layers(
   few: Callable | None = None,
   modules: bool = False,
 ):
-  """The weights with a tuple over layers in place of stacked arrays.
+  """Where layers are unrolled, the weights with a list over layers in place of stacks.
 
   XLA copies each slice of a stacked array that a matmul reads, in every call.
 
   Args:
-    few: `batched.dense` or `batched.separate`, to add that form of a layer's experts,
-      and `batched.fused`, for `batched`'s functions; None keeps gate and up.
+    few: `batched.dense` or `batched.separate`, to add that form of a layer's experts
+      (`moe.served`); None keeps gate and up.
     modules: splits the MTP modules, too.
   """
   params, router = variables['params'], variables['router']
-  prepare = functools.partial(_for_batched, few=few) if few else lambda p: p
-  split = {'layers': tuple(map(prepare, _split(cfg.num_layers, params['layers'])))}
+  if not cfg.unroll_layers or isinstance(params['layers'], list):
+    return variables
+  prepare = functools.partial(served.prepare, few=few) if few else lambda p: p
+  split = {'layers': list(map(prepare, _split(cfg.num_layers, params['layers'])))}
   biases = {'layers': _split(cfg.num_layers, router['layers'])}
   if modules:
     made = _split(cfg.num_mtp_modules, params['mtp'])
-    split['mtp'] = tuple({**p, 'layers': prepare(p['layers'])} for p in made)
+    split['mtp'] = [{**p, 'layers': prepare(p['layers'])} for p in made]
     biases['mtp'] = _split(cfg.num_mtp_modules, router['mtp'])
   return {**variables, 'params': {**params, **split}, 'router': {**router, **biases}}
 
 
-def _for_batched(p, few: Callable):
-  gate, up, down = (p[name] for name in ('gate', 'up', 'down'))
-  rest = {name: x for name, x in p.items() if name not in ('gate', 'up')}
-  return {**rest, FUSED: batched.fused(gate, up), FEW: few(gate, up, down)}
-
-
-def _experts_of(cfg: ModelConfig, sharding: Sharding, p):
-  """`block.apply`'s experts, if the weights were split with `few`."""
-  if FEW not in p:
-    return None
-
-  here = len(p['down'])
-
-  def run(x, ids, weights):
-    cast = lambda matrices: jax.tree.map(lambda m: m.astype(x.dtype), matrices)
-    if len(x) > FEW_TOKENS:
-      kernels = cast((p[FUSED], p['down']))
-      return batched.experts(x, ids, weights, *kernels, cfg.num_experts)
-    if isinstance(p[FEW][0], tuple):
-      return batched.chosen_experts(x, ids, weights, *cast(p[FEW]))
-    return batched.all_experts(x, ids, weights, *cast(p[FEW]), here)
-
-  def apply(x, ids, weights, _):
-    out = dispatch.gathered(run, x, ids, weights, here, sharding, together=True)
-    return sharding.sum_to_residual(out, 'expert_hidden')
-
-  return apply
-
-
-def _split(count: int, stacked) -> tuple:
+def _split(count: int, stacked) -> list:
   layer = lambda l: jax.tree.map(operator.itemgetter(l), stacked)
-  return tuple(layer(l) for l in range(count))
+  return [layer(l) for l in range(count)]

@@ -18,6 +18,7 @@ Axes: P rows, C tokens of a row, n pages of a table, D model, V vocabulary; mtp 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,7 +28,6 @@ import jax.numpy as jnp
 from m2jax.config import ModelConfig
 from m2jax.layers import mtp
 from m2jax.layers.embed import embed
-from m2jax.layers.norm import rms_norm
 from m2jax.rollout.engine import forward
 from m2jax.rollout.engine.contexts import Contexts
 from m2jax.rollout.engine.forward import Rows
@@ -139,18 +139,22 @@ def _consume(cfg, variables, pages, rows, states, begin, modules, draw, sharding
 def _module(cfg: ModelConfig, variables, pages, k: int, rows: Rows, states, sharding):
   """States [P, C, D] of module k, given those before its tokens, and the pages."""
   params, router = variables['params'], variables['router']
-  p, bias = _of_module(params['mtp'], k), _of_module(router['mtp'], k)
   visible = pages.read_depth(rows.tables) >= k
-  block = forward.layer_block(cfg, rows, sharding, visible)
-  embedding = embed(cfg, params, rows.tokens, sharding)
-  x = mtp.join(states.reshape(-1, states.shape[-1]), embedding, p, cfg)
-  x, pages, _ = block(x, pages, p['layers'], bias, cfg.num_layers + k - 1)
-  x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
+  keys = forward.cached_keys(cfg, rows, pages)._replace(visible=visible)
+  attend = keys.attention(cfg, window=None)
+  x, (pages, _), _ = mtp.module(
+    states.reshape(-1, states.shape[-1]),
+    embed(cfg, params, rows.tokens, sharding),
+    *(_of_module(params['mtp'], k), _of_module(router['mtp'], k)),
+    *(cfg, params['final_norm'], keys.tables),
+    functools.partial(attend, carry=pages, layer=cfg.num_layers + k - 1),
+    sharding=sharding,
+  )
   return x.reshape(states.shape), pages
 
 
 def _of_module(stacked, k: int):
-  if isinstance(stacked, tuple):  # `forward.split_layers`
+  if isinstance(stacked, list):  # `forward.split_layers`
     return stacked[k - 1]
   return jax.tree.map(lambda x: x[k - 1], stacked)
 

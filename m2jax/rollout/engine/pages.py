@@ -91,12 +91,12 @@ class Pages(NamedTuple):
     stored = self.tokens.at[at.page, at.offset].set(tokens, mode='promise_in_bounds')
     return self._replace(tokens=stored)
 
-  def write_experts(self, layer, at: Places, ids) -> Pages:
-    """Stores expert ids [P, C, top_k] of a layer; nothing if they are not recorded."""
+  def write_experts(self, at: Places, ids) -> Pages:
+    """Stores expert ids [L, P, C, top_k]; nothing if they are not recorded."""
     if self.experts is None:
       return self
     ids = ids.astype(EXPERT_DTYPE)
-    at = self.experts.at[layer, at.page, at.offset]
+    at = self.experts.at[:, at.page, at.offset]
     return self._replace(experts=at.set(ids, mode='promise_in_bounds'))
 
   def read(self, layer, tables) -> tuple[jax.Array, jax.Array]:

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec
 
 from m2jax import sharding as sharding_lib
 from m2jax.config import ModelConfig
-from m2jax.moe import batched
-from m2jax.rollout.engine import forward
+from m2jax.moe import batched, served
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.contexts import Contexts
 from m2jax.rollout.engine.decode_state import DecodeState, Prefix
@@ -88,12 +87,12 @@ def weight_specs(
     if 'layers' in one:
       return {**one, 'layers': prepare(one['layers'])}
     rest = {name: x for name, x in one.items() if name not in ('gate', 'up')}
-    return {**rest, forward.FUSED: one['gate'], forward.FEW: both}
+    return {**rest, served.FUSED: one['gate'], served.FEW: both}
 
   def split(stacked, count: int):
     is_spec = lambda x: isinstance(x, PartitionSpec)
     one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stacked, is_leaf=is_spec)
-    return (prepare(one) if isinstance(one, dict) else one,) * count
+    return [prepare(one) if isinstance(one, dict) else one] * count
 
   counts = {'layers': cfg.num_layers}
   if modules:

@@ -1,0 +1,59 @@
+"""A layer's experts in the form that a rollout engine's calls want on a CPU.
+
+`prepare` puts two forms in place of the matrices `gate` and `up`: gate and up in one
+(`batched.fused`), and one for calls of a few tokens (`batched.dense` or
+`batched.separate`). XLA would make them again in every call.
+
+Axes: T tokens, D model, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from m2jax.axes import Array, Float, Int
+from m2jax.config import ModelConfig
+from m2jax.moe import batched, dispatch
+from m2jax.sharding import Sharding
+
+FUSED, FEW = 'gate_up', 'few'
+FEW_TOKENS = 8
+
+
+def prepare(p: Mapping[str, Any], few: Callable) -> dict[str, Any]:
+  """A block's parameters with the two forms; `few` makes that for a few tokens."""
+  rest = {name: x for name, x in p.items() if name not in ('gate', 'up')}
+  gate, up, down = (p[name] for name in ('gate', 'up', 'down'))
+  return {**rest, FUSED: batched.fused(gate, up), FEW: few(gate, up, down)}
+
+
+def prepared(p: Mapping[str, Any]) -> bool:
+  """Whether the parameters of a block are `prepare`'s."""
+  return FEW in p
+
+
+def apply(
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  p: Mapping[str, Any],
+  cfg: ModelConfig,
+  sharding: Sharding,
+) -> Float[Array, '_ D']:
+  """As `dispatch.apply`, of prepared parameters; without a gradient."""
+  here = len(p['down'])
+
+  def run(x, ids, weights):
+    cast = lambda matrices: jax.tree.map(lambda m: m.astype(x.dtype), matrices)
+    if len(x) > FEW_TOKENS:
+      kernels = cast((p[FUSED], p['down']))
+      return batched.experts(x, ids, weights, *kernels, cfg.num_experts)
+    if isinstance(p[FEW][0], tuple):
+      return batched.chosen_experts(x, ids, weights, *cast(p[FEW]))
+    return batched.all_experts(x, ids, weights, *cast(p[FEW]), here)
+
+  out = dispatch.gathered(run, x, ids, weights, here, sharding, together=True)
+  return sharding.sum_to_residual(out, 'expert_hidden')
