@@ -229,7 +229,7 @@ def run(case: Case) -> dict[str, Any]:
   worst = max(errors, key=errors.get)
   pages = engine.init_decode_state().pages
   down = weights['params']['layers']
-  down = down[0]['down'] if isinstance(down, tuple) else down['down'][0]
+  down = down[0]['down'] if isinstance(down, list) else down['down'][0]
   return {
     'differing': differing,
     'worst': [worst, errors[worst]],
