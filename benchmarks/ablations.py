@@ -21,11 +21,9 @@ run two variants at a time.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import multiprocessing
 import pathlib
 import sys
@@ -39,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import harness
 from configs import ablations
 from m2jax import forest
 from m2jax import model as model_lib
@@ -270,17 +269,14 @@ _VIOLATIONS = ('max_violation', 'max_violation_batch')
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = harness.parser(__doc__)
   parser.add_argument('--steps', type=int, default=360)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--variants', nargs='+', default=list(ablations.VARIANTS))
   parser.add_argument('--files', type=int, default=200)
   parser.add_argument('--jobs', type=int, default=2, help='variants at a time')
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   if args.steps < 15:
     parser.error(f'--steps={args.steps} is too few: pass at least 15')
-  started = time.monotonic()
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory, 'text.npz')
     np.savez(path, **read(args.files)._asdict())
@@ -288,13 +284,7 @@ def main() -> None:
     spawn = multiprocessing.get_context('spawn')
     with concurrent.futures.ProcessPoolExecutor(args.jobs, spawn) as pool:
       results = sum(pool.map(one, args.variants), [])
-  seconds = time.monotonic() - started
-  if args.json:
-    print(json.dumps({**vars(args), 'seconds': seconds, 'rows': results}, indent=2))
-    return
-  print(table(results))
-  cpu = sum(r['cpu_s'] for r in results)
-  print(f'\n{args.steps} steps, seeds {args.seeds}; {seconds:.0f} s, {cpu:.0f} CPU s')
+  harness.show(args, results, table)
 
 
 if __name__ == '__main__':

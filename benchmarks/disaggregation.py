@@ -19,16 +19,15 @@ range of the 99th. The model has 13.5M parameters in fp32 (rollout_workload.py).
 
 from __future__ import annotations
 
-import json
 import pathlib
 import statistics
 import sys
 import tempfile
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
-from benchmarks import sides
+from benchmarks import harness, sides
 from benchmarks.rollout import checked
 
 # A separate set: tests also import programs with flags of the same names.
@@ -52,7 +51,7 @@ _LONG_NEW = _flag('integer', 'long_new', 8, 'tokens of the response to a long on
 _BUDGET = _flag('integer', 'budget', 2048, 'prefill tokens between decode calls')
 _DECODE_STEPS = _flag('integer', 'decode_steps', 4, 'of a decode call', upper_bound=4)
 _SEED = _flag('integer', 'seed', 0, 'of the arrivals')
-_JSON = _flag('bool', 'json', False, 'print JSON')
+_flag('bool', 'json', False, 'print JSON')
 
 _ONE_CALL = 1  # a budget that the first prefill call exhausts
 
@@ -161,19 +160,5 @@ def show(found: dict[str, dict[str, list[dict]]]) -> None:
       )
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  found = measure()
-  if _JSON.value:
-    print(json.dumps(found, indent=1))
-  else:
-    show(found)
-
-
 if __name__ == '__main__':
-  flags.FLAGS.append_flag_values(FLAGS)
-  FLAGS.mark_as_parsed()  # absl parses them with the global set
-  for flag in FLAGS:  # --help lists them
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[flag])
-  app.run(main)
+  harness.main(FLAGS, measure, show)

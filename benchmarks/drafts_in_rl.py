@@ -28,10 +28,7 @@ entropy of the rollouts of that update. A seed whose results are in DIR is not r
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import speculative
+from benchmarks import harness, speculative
 from m2jax import forest
 from m2jax.config import ModelConfig
 from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimizer
@@ -293,8 +290,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--layers', type=int, default=4, help='of the trunk')
   parser.add_argument('--steps', type=int, default=300, help='of pre-training')
   parser.add_argument('--files', type=int, default=400, help='to pre-train on')
@@ -308,33 +304,20 @@ def main() -> None:
   parser.add_argument('--slots', type=int, default=32, help='of the engines')
   parser.add_argument('--requests', type=int, default=128, help='measured')
   parser.add_argument('--measured', type=int, default=64, help='tokens of each')
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
-  started = time.monotonic()
+  args.workdir.mkdir(parents=True, exist_ok=True)
   cfg, variables, held_out = speculative.trained(args, args.workdir)
-  print(f'weights: {time.monotonic() - started:.0f} s', file=sys.stderr)
-  args.vocabulary, found = cfg.vocab_size, []
-  for seed in args.seeds:
-    path = args.workdir / f'rl_{seed}.json'
-    if not path.exists():
-      one = run(cfg, variables, held_out, seed, args)
-      path.write_text(json.dumps(one))
-    found.append(json.loads(path.read_text()))
-  if args.json:
-    print(
-      json.dumps(
-        {'settings': vars(args) | {'workdir': str(args.workdir)}, 'seeds': found},
-        indent=1,
-      )
+  args.vocabulary = cfg.vocab_size
+
+  def shown(found):
+    gap = max(one['gap'] for one in found)
+    return (
+      f'{table(found)}\n\nmedians over seeds {args.seeds}; the trunk of two sides '
+      f'differed by at most {gap:.1e} after an update'
     )
-    return
-  gap = max(one['gap'] for one in found)
-  print(table(found))
-  print(
-    f'\nmedians over seeds {args.seeds}; the trunk of two sides differed by at most '
-    f'{gap:.1e} after an update'
-  )
+
+  one = lambda _, seed, args: run(cfg, variables, held_out, seed, args)
+  harness.run(args, ['rl'], one, shown)
 
 
 if __name__ == '__main__':

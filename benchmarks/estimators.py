@@ -30,8 +30,7 @@ that is there is not repeated.
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
+import functools
 import sys
 import time
 import zlib
@@ -42,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import windowed_fifo_rl
+from benchmarks import harness, windowed_fifo_rl
 from m2jax import forest
 from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimizer
 from m2jax.records import Completion, Trajectory
@@ -60,7 +59,6 @@ GROUPS, GROUP_SIZE = 8, 16  # of an update
 ROW = 128  # tokens of a row: the tree of a group is smaller
 FROZEN = (('cispo', 1), ('cispo', 16), ('grpo', 16))
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t, by number of seeds
-_SETTINGS = 'updates', 'sft_steps', 'learning_rate', 'sft_rate', 'evaluated'
 
 
 class Run(NamedTuple):
@@ -174,7 +172,6 @@ class Trainer:
     last = trained[-args.updates // 4 :]
     return {
       **run._asdict(),
-      'settings': _settings(args),
       'held_out': history,
       **{name: float(np.mean([m[name] for m in last])) for name in names},
       'seconds': time.monotonic() - started_s,
@@ -272,11 +269,6 @@ def _optimizer(rate: float):
   )
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-  """What runs of one table share; advantages have each algorithm's own scale."""
-  return {k: vars(args)[k] for k in _SETTINGS} | {'normalise': 'own'}
-
-
 def planned(args: argparse.Namespace) -> list[Run]:
   """The runs, seed by seed, so that one that is stopped has whole tables."""
   out = []
@@ -347,8 +339,7 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--algorithms', nargs='+', default=list(estimators.KINDS))
   parser.add_argument('--per_batch', type=int, nargs='+', default=[1, 4, 16])
   parser.add_argument('--updates', type=int, default=64, help='of a run')
@@ -356,30 +347,23 @@ def main() -> None:
   parser.add_argument('--sft_rate', type=float, default=2e-3, help="Adam's, in SFT")
   parser.add_argument('--learning_rate', type=float, default=1e-4, help="Adam's")
   parser.add_argument('--evaluated', type=int, default=1024, help='held-out prompts')
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--tables', action='store_true', help='of the runs that are done')
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   for per_batch in args.per_batch:
     if args.updates % (2 * per_batch):
       parser.error(f'--updates={args.updates} is no multiple of 2 × {per_batch}')
   args.workdir.mkdir(parents=True, exist_ok=True)
-  path, settings = args.workdir / 'results.jsonl', _settings(args)
-  lines = path.read_text().splitlines() if path.exists() else []
-  known = [row for row in map(json.loads, lines) if row['settings'] == settings]
-  done = {Run(*(row[name] for name in Run._fields)): row for row in known}
-  found, trainer = [], None
+  kept = harness.Results(args.workdir / 'results.jsonl')
+  given = harness.settings(args, ['algorithms', 'per_batch', 'tables'])
+  trainer = functools.cache(lambda: Trainer(args))
+  found = []
   for run in planned(args):
-    if run not in done and not args.tables:
-      trainer = trainer or Trainer(args)
-      done[run] = trainer.run(run)
-      with path.open('a') as file:
-        print(json.dumps(done[run]), file=file)
-      seconds = done[run]['seconds']
-      print(f'{run}: {done[run]["held_out"]}, {seconds:.0f} s', file=sys.stderr)
-    if run in done:
-      found.append(done[run])
-  print(json.dumps(found, indent=1) if args.json else tables(found))
+    key = [run._asdict(), given | {'normalise': 'own'}]
+    if args.tables and key not in kept:
+      continue
+    found.append(kept.once(key, lambda run=run: trainer().run(run)))
+    print(f'{run}: {found[-1]["held_out"]}', file=sys.stderr)
+  harness.show(args, found, tables)
 
 
 if __name__ == '__main__':

@@ -18,15 +18,12 @@ the pre-trained models are kept, for runs with other settings of the rest.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import harness
 from m2jax import config as model_config
 from m2jax import forest
 from m2jax.checkpoint import CheckpointManager
@@ -153,12 +151,10 @@ def expanded(source: str, model, variables, key):
   return cfg, {**out, 'params': {**out['params'], 'mtp': new}}
 
 
-def compare(args, seed: int, data, workdir: pathlib.Path, known) -> list[dict]:
-  """Trains the sources for one seed; a row for each source and part.
-
-  Args:
-    known: rows of an earlier process, whose sources are not trained again.
-  """
+def compare(
+  args, seed: int, data, workdir: pathlib.Path, kept: harness.Results
+) -> list[dict]:
+  """Trains the sources for one seed, but for those kept; a row for source and part."""
   train, batches = data
   model = dataclasses.replace(model_config.tiny(), vocab_size=VOCABULARY)
 
@@ -182,10 +178,14 @@ def compare(args, seed: int, data, workdir: pathlib.Path, known) -> list[dict]:
     row = {'seed': seed, 'source': source, 'after': part, 'steps': steps, 'main': main}
     return {**row, 'modules': losses}
 
+  @functools.cache
+  def start():
+    return fit(f'one_{args.pretrain_steps}', args.pretrain_steps, model)
+
   def follow(source):
     if not source:
-      return [measure('', 'one module', args.pretrain_steps, model, start)]
-    copy = jax.tree.map(jnp.copy, start)  # training donates its weights
+      return [measure('', 'one module', args.pretrain_steps, model, start())]
+    copy = jax.tree.map(jnp.copy, start())  # training donates its weights
     cfg, variables = expanded(source, model, copy, jax.random.key(seed))
     rows = [measure(source, 'expansion', 0, cfg, variables)]
     parts = (('frozen', args.frozen_steps), ('joint', args.joint_steps))
@@ -200,17 +200,10 @@ def compare(args, seed: int, data, workdir: pathlib.Path, known) -> list[dict]:
         rows[-1]['curve'] = [(r['step'], r['mtp_loss']) for r in trained]
     return rows
 
-  found = [r for r in known if r['seed'] == seed and r['source'] in ('', *args.sources)]
-  have = {r['source'] for r in found}
-  left = [source for source in ('', *args.sources) if source not in have]
-  if left:
-    start = fit(f'one_{args.pretrain_steps}', args.pretrain_steps, model)
-  for source in left:
-    rows = follow(source)
-    found += rows
-    if args.results:
-      with args.results.open('a') as file:
-        file.write(''.join(json.dumps(row) + '\n' for row in rows))
+  found, given = [], harness.settings(args, ['sources', 'why'])
+  for source in ('', *args.sources):
+    key = [seed, source, given]
+    found += kept.once(key, lambda source=source: follow(source))
   return found
 
 
@@ -269,7 +262,7 @@ def by_step(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> list[s
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = harness.parser(__doc__, results=True)
   parser.add_argument('--pretrain_steps', type=int, default=300)
   parser.add_argument('--frozen_steps', type=int, default=60)
   parser.add_argument(
@@ -278,38 +271,23 @@ def main() -> None:
   parser.add_argument('--joint_steps', type=int, default=60)
   parser.add_argument('--held_out_batches', type=int, default=20)
   parser.add_argument('--files', type=int, default=400)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--sources', nargs='+', default=expand_mtp.SOURCES)
   parser.add_argument('--why', action='store_true', help='all of MIXTURES as well')
   parser.add_argument(
-    '--results', type=pathlib.Path, help='runs are kept there, and not repeated'
-  )
-  parser.add_argument(
     '--workdir', type=pathlib.Path, help='checkpoints are kept there, and not repeated'
   )
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   if args.why:
     args.sources = list(dict.fromkeys((*args.sources, *MIXTURES)))
-  started, found, known = time.monotonic(), [], []
-  if args.results and args.results.exists():
-    known = list(map(json.loads, args.results.read_text().splitlines()))
+  found, kept = [], harness.Results(args.results)
   train, held_out = read(args.files)
   data = train, held_out_batches(held_out, args.held_out_batches)
   with tempfile.TemporaryDirectory() as temporary:
     workdir = args.workdir or pathlib.Path(temporary)
     for seed in args.seeds:
-      found += compare(args, seed, data, workdir / str(seed), known)
-      print(f'seed {seed}: {time.monotonic() - started:.0f} s', file=sys.stderr)
-  seconds, cpu = time.monotonic() - started, time.process_time()
-  if args.json:
-    spent = {'seconds': seconds, 'cpu_s': cpu}
-    print(json.dumps({**vars(args), **spent, 'rows': found}, indent=2, default=str))
-    return
-  print(tables(found))
-  print(
-    f'\nmedians [min, max] over seeds {args.seeds}; {seconds:.0f} s, {cpu:.0f} CPU s'
-  )
+      found += compare(args, seed, data, workdir / str(seed), kept)
+      print(f'seed {seed}: done', file=sys.stderr)
+  harness.show(args, found, tables)
 
 
 if __name__ == '__main__':

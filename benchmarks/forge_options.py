@@ -19,8 +19,7 @@ compilation. Cells are medians over seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import pathlib
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from m2jax.observe import metrics
 
 SSO = ('{part}.optimizer.name=sso',)
@@ -125,27 +125,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = harness.parser(__doc__, results=True)
   parser.add_argument('--names', nargs='+', default=list(OPTIONS), choices=OPTIONS)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0])
-  parser.add_argument(
-    '--results', type=pathlib.Path, help='runs are kept there, and not repeated'
-  )
-  parser.add_argument('--json', action='store_true')
+  parser.set_defaults(seeds=[0])
   args, more = parser.parse_known_args()
-  known, found = [], []
-  if args.results and args.results.exists():
-    known = [json.loads(line) for line in args.results.read_text().splitlines()]
-  done = {(r['name'], r['seed']): r for r in known if r['flags'] == more}
+  kept, found = harness.Results(args.results), []
   for name in args.names:
     for seed in args.seeds:
-      row = done.get((name, seed)) or run(name, seed, more) | {'flags': more}
-      if args.results and (name, seed) not in done:
-        with args.results.open('a') as file:
-          print(json.dumps(row), file=file)
+      one = functools.partial(run, name, seed, more)
+      found.append(kept.once((name, seed, more), one))
       print(f'{name}, seed {seed}: done', file=sys.stderr)
-      found.append(row)
-  print(json.dumps(found, indent=2) if args.json else table(found))
+  harness.show(args, found, table)
 
 
 if __name__ == '__main__':

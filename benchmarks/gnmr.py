@@ -36,8 +36,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import pathlib
 import pydoc_data.topics
 import sys
 import time
@@ -48,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import ablations, optimizers
+from benchmarks import ablations, harness, optimizers
 from m2jax import config as model_config
 from m2jax import model as model_lib
 from m2jax import optim
@@ -344,49 +342,27 @@ def cell(values: Sequence[float], digits: int) -> str:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
   """Results of all runs; of a file what it has."""
-  done = {}
-  if args.results and args.results.exists():
-    lines = map(json.loads, args.results.read_text().splitlines())
-    done = {tuple(line['key']): line['value'] for line in lines}
+  kept = harness.Results(args.results)
 
   def once(scenario, policy, seed):
-    key = (scenario, policy, seed, args.steps)
-    if key not in done:
-      share = 0.0
-      if policy.startswith('random'):
-        budget = policy.replace('random', 'gnmr')
-        share = once(scenario, budget, seed)['promoted']
-      done[key] = train(*key, share, args.files)
-      if args.results:
-        with args.results.open('a') as file:
-          print(json.dumps({'key': key, 'value': done[key]}), file=file)
-    return done[key]
+    key, share = (scenario, policy, seed, args.steps), 0.0
+    if key not in kept and policy.startswith('random'):
+      budget = policy.replace('random', 'gnmr')
+      share = once(scenario, budget, seed)['promoted']
+    return kept.once(key, lambda: train(*key, share, args.files))
 
   runs = itertools.product(args.scenarios, args.policies, args.seeds)
   return [once(*run) for run in runs]
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = harness.parser(__doc__, results=True)
   parser.add_argument('--steps', type=int, default=120)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--scenarios', nargs='+', default=list(RATES), choices=RATES)
   parser.add_argument('--policies', nargs='+', default=list(POLICIES))
   parser.add_argument('--files', type=int, default=100)
-  parser.add_argument(
-    '--results', type=pathlib.Path, help='runs are kept there, and not repeated'
-  )
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
-  started = time.monotonic()
-  results = measure(args)
-  found = rows(results)
-  if args.json:
-    settings = {name: str(value) for name, value in vars(args).items()}
-    print(json.dumps({**settings, 'runs': results, 'rows': found}))
-    return
-  print(table(found))
-  print(f'\n{args.steps} steps, seeds {args.seeds}, {time.monotonic() - started:.0f} s')
+  harness.show(args, measure(args), lambda results: table(rows(results)))
 
 
 if __name__ == '__main__':

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import ablations, optimizers
+from benchmarks import ablations, harness, optimizers
 from m2jax import config as model_config
 from m2jax import optim
 from m2jax.config import Matmuls, ModelConfig
@@ -262,13 +262,11 @@ def tables(found: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = harness.parser(__doc__)
   parser.add_argument('--kinds', nargs='+', choices=KINDS, default=['block_fp8'])
   parser.add_argument('--steps', type=int, default=100)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--files', type=int, default=200)
   parser.add_argument('--results', nargs='+', type=pathlib.Path, default=[])
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args(arguments)
   if args.results:
     found = joined([json.loads(path.read_text()) for path in args.results])

@@ -21,7 +21,7 @@ from typing import Any
 
 import ml_collections
 
-from benchmarks import arms as arms_lib
+from benchmarks import harness
 from configs import forge_mixed
 from experiments import common, fields
 from m2jax.forge import run
@@ -85,7 +85,7 @@ def cell(runs: Sequence[Mapping[str, Any]], family: str) -> str:
   if not pairs:
     return ''
   rates = [100 * successes / n for successes, n in pairs]
-  return arms_lib.spread(rates, 0)
+  return harness.spread(rates, 0)
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -106,7 +106,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-  parser = arms_lib.parser(__doc__)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--demonstrations', type=int, default=4000)
   parser.add_argument('--tokens', type=int, default=2048, help='of an SFT step')
   parser.add_argument('--sft_steps', type=int, default=3000)
@@ -121,7 +121,7 @@ def main() -> None:
     help='domains of one run each',
   )
   args = parser.parse_args()
-  arms_lib.run(args, (SFT, MIXED, *args.alone), measure, table)
+  harness.run(args, (SFT, MIXED, *args.alone), measure, table, ['alone'])
 
 
 if __name__ == '__main__':

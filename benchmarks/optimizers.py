@@ -27,8 +27,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import ablations
+from benchmarks import ablations, harness
 from m2jax import config as model_config
 from m2jax import forest, optim
 from m2jax import model as model_lib
@@ -346,21 +344,12 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 def measure(args: argparse.Namespace) -> tuple[list[dict], dict[str, dict]]:
   """Results of all runs, and times of a step by model; of a file what it has."""
   text = ablations.read(args.files)
-  done = {}
-  if args.results and args.results.exists():
-    lines = map(json.loads, args.results.read_text().splitlines())
-    done = {tuple(line['key']): line['value'] for line in lines}
-
-  def once(key, compute):
-    if key not in done:
-      done[key] = compute()
-      if args.results:
-        with args.results.open('a') as file:
-          print(json.dumps({'key': key, 'value': done[key]}), file=file)
-    return done[key]
+  kept = harness.Results(args.results)
 
   def run(job, seeds):
-    return [once((*job, seed), lambda s=seed: train(job, s, text)) for seed in seeds]
+    return [
+      kept.once((*job, seed), lambda s=seed: train(job, s, text)) for seed in seeds
+    ]
 
   results, times = [], {}
   for shape in args.models:
@@ -375,14 +364,13 @@ def measure(args: argparse.Namespace) -> tuple[list[dict], dict[str, dict]]:
       best = job._replace(rate=best_rate(tried))
       results += tried + run(best, args.seeds[1:])
     take = functools.partial(step_times, jobs, text)
-    times[shape] = once(('times', shape, args.steps, *sorted(args.names)), take)
+    times[shape] = kept.once(('times', shape, args.steps, *sorted(args.names)), take)
   return results, times
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = harness.parser(__doc__, results=True)
   parser.add_argument('--steps', type=int, default=150)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--names', nargs='+', default=list(VARIANTS), choices=VARIANTS)
   parser.add_argument('--rates', type=float, nargs='+', default=list(RATES))
   parser.add_argument(
@@ -392,28 +380,23 @@ def main() -> None:
     help='WIDTHxLAYERS; a width is a multiple of 16',
   )
   parser.add_argument('--files', type=int, default=200)
-  parser.add_argument(
-    '--results', type=pathlib.Path, help='runs are kept there, and not repeated'
-  )
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
-  started = time.monotonic()
   results, times = measure(args)
   found = rows(results, times)
-  if args.json:
-    settings_of = {name: str(value) for name, value in vars(args).items()}
-    print(json.dumps({**settings_of, 'step_ms': times, 'runs': results, 'rows': found}))
-    return
-  print(table(found))
+  harness.show(args, results, lambda _: tables(results, found), rows=found)
+
+
+def tables(results: Sequence[Mapping[str, Any]], found: Sequence[Mapping]) -> str:
+  """The table, and below it the loss by rate of the first seed."""
   by_rate = [
     (r['width'], r['layers'], r['variant'], r['rate'], r['loss']) for r in results
   ]
-  print('\nloss by rate, first seed:')
+  lines = [table(found), '', 'loss by rate, first seed:']
   for width, layers, variant in dict.fromkeys(r[:3] for r in by_rate):
     mine = {r[3]: r[4] for r in reversed(by_rate) if r[:3] == (width, layers, variant)}
     cells = ', '.join(f'{rate:g}: {mine[rate]:.3f}' for rate in sorted(mine))
-    print(f'  {width} × {layers} {variant}: {cells}')
-  print(f'\n{args.steps} steps, seeds {args.seeds}, {time.monotonic() - started:.0f} s')
+    lines.append(f'  {width} × {layers} {variant}: {cells}')
+  return '\n'.join(lines)
 
 
 if __name__ == '__main__':

@@ -20,16 +20,14 @@ over the rows, so that other load on the machine affects all; the first one warm
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import sys
 import tempfile
 import time
 
 import jax
-from absl import app, flags
+from absl import flags
 
-from benchmarks import rollout_worker
+from benchmarks import harness, rollout_worker
 from benchmarks import rollout_workload as workload
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
@@ -50,7 +48,7 @@ _SYSTEM = _integer('system_tokens', 64, 'of the prompt that all agents share')
 _SHARE = flags.DEFINE_float(
   'share', 0.25, 'pages of the small cache', flag_values=FLAGS, lower_bound=0.0
 )
-_JSON = flags.DEFINE_bool('json', False, 'print JSON', flag_values=FLAGS)
+flags.DEFINE_bool('json', False, 'print JSON', flag_values=FLAGS)
 
 SLOTS = 4
 MEMORY_BYTES = 1 << 30
@@ -150,19 +148,5 @@ def show(found: dict[str, dict]) -> None:
       )
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  found = compare()
-  if _JSON.value:
-    print(json.dumps(found, indent=1))
-  else:
-    show(found)
-
-
 if __name__ == '__main__':
-  flags.FLAGS.append_flag_values(FLAGS)
-  FLAGS.mark_as_parsed()  # absl parses them with the global set
-  for flag in FLAGS:  # --help lists them
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[flag])
-  app.run(main)
+  harness.main(FLAGS, compare, show)

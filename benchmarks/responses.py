@@ -26,8 +26,7 @@ from typing import Any
 
 import ml_collections
 
-from benchmarks import arms as arms_lib
-from benchmarks import scaffolds
+from benchmarks import harness, scaffolds
 from experiments import common, fields
 from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
@@ -125,13 +124,13 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
       cells.append(f'{statistics.median(values):.0f}' if values else '')
     for name in ('trained', 'longer'):
       pairs = [r['success'][name] for r in own]
-      cells.append(arms_lib.spread([100 * good / n for good, n in pairs]))
+      cells.append(harness.spread([100 * good / n for good, n in pairs]))
     lines.append('| ' + ' | '.join(cells) + ' |')
   return '\n'.join(lines)
 
 
 def main() -> None:
-  parser = arms_lib.parser(__doc__)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--layers', type=int, default=2)
   parser.add_argument('--steps', type=int, default=2, help='most, of a trained program')
   parser.add_argument('--demonstrations', type=int, default=400)
@@ -142,7 +141,7 @@ def main() -> None:
   parser.add_argument('--more_steps', type=int, default=150, help='of SFT on attempts')
   parser.add_argument('--tasks', type=int, default=200, help='held out')
   args = parser.parse_args()
-  arms_lib.run(args, names(args), measure, table)
+  harness.run(args, names(args), measure, table, ['trials'])
 
 
 if __name__ == '__main__':

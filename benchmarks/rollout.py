@@ -25,16 +25,15 @@ budget.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from benchmarks import sides
+from benchmarks import harness, sides
 
 # A separate set: tests also import programs with flags of the same names.
 FLAGS = flags.FlagValues()
@@ -66,7 +65,7 @@ _BATCH_SIZES = _flag(
 )
 _IN_TURN = _flag('bool', 'in_turn', False, 'also m2jax without calls made ahead')
 _TRANSFORMERS = _flag('bool', 'transformers', True, 'whether it is compared')
-_JSON = _flag('bool', 'json', False, 'print JSON')
+_flag('bool', 'json', False, 'print JSON')
 
 _OTHER = 'm2jax, in turn'
 PAUSE_S = 0.5  # until threads that spin for work are asleep
@@ -206,19 +205,5 @@ def show(result: dict) -> None:
   )
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  result = compare()
-  if _JSON.value:
-    print(json.dumps(result, indent=1))
-  else:
-    show(result)
-
-
 if __name__ == '__main__':
-  flags.FLAGS.append_flag_values(FLAGS)
-  FLAGS.mark_as_parsed()  # absl parses them with the global set
-  for flag in FLAGS:  # --help lists them
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[flag])
-  app.run(main)
+  harness.main(FLAGS, compare, show)

@@ -31,7 +31,7 @@ from typing import Any
 
 import ml_collections
 
-from benchmarks import arms as arms_lib
+from benchmarks import harness
 from configs import forge as forge_config
 from experiments import common, fields, served
 from m2jax import agents
@@ -208,13 +208,13 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     cells = []
     for scaffold in SCAFFOLDS:
       rates = [100 * r['success'][scaffold][0] / r['success'][scaffold][1] for r in own]
-      cells.append(arms_lib.spread(rates))
+      cells.append(harness.spread(rates))
     lines.append(f'| {arm} | {chats:.0f} | ' + ' | '.join(cells) + ' |')
   return '\n'.join(lines)
 
 
 def main() -> None:
-  parser = arms_lib.parser(__doc__)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--layers', type=int, default=2)
   parser.add_argument('--steps', type=int, default=2, help='most, of a program')
   parser.add_argument('--demonstrations', type=int, default=1500)
@@ -224,7 +224,7 @@ def main() -> None:
   parser.add_argument('--attempted', type=int, default=300, help='training tasks')
   parser.add_argument('--trials', type=int, default=2, help='of each, in a scaffold')
   parser.add_argument('--tasks', type=int, default=200, help='held out')
-  arms_lib.run(parser.parse_args(), ARMS, measure, table)
+  harness.run(parser.parse_args(), ARMS, measure, table)
 
 
 if __name__ == '__main__':

@@ -27,7 +27,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from benchmarks import arms as arms_lib
+from benchmarks import harness
 from configs import forge_speed
 from experiments import common, fields
 from m2jax.forge import run
@@ -124,7 +124,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-  parser = arms_lib.parser(__doc__)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--betas', type=float, nargs='+', default=[0.0, 0.5])
   parser.add_argument('--demonstrations', type=int, help="other than the config's")
   parser.add_argument(
@@ -134,7 +134,7 @@ def main() -> None:
   if 0.0 not in args.betas or min(args.betas) < 0:
     parser.error('--betas: 0 must be the least; the others start from its SFT')
   names = [f'beta{beta:g}' for beta in sorted(set(args.betas))]
-  arms_lib.run(args, names, measure_arm, table)
+  harness.run(args, names, measure_arm, table, ['betas'])
 
 
 if __name__ == '__main__':

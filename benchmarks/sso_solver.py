@@ -12,11 +12,9 @@ max].
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import ablations, optimizers
+from benchmarks import ablations, harness, optimizers
 from m2jax import optim
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.optim.sso import SphereState
@@ -99,11 +97,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
+  parser = harness.parser(__doc__)
   parser.add_argument('--steps', type=int, default=100)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--limits', type=int, nargs='+', default=range(len(LIMITS)))
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
   text = ablations.read(200)
   rows = [
@@ -113,7 +109,7 @@ def main() -> None:
     for seed in args.seeds
     if LIMITS[limit][1] > 1 or start == STARTS[1]  # one evaluation is the formula
   ]
-  print(json.dumps(rows, indent=2) if args.json else table(rows))
+  harness.show(args, rows, table)
 
 
 if __name__ == '__main__':

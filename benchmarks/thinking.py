@@ -31,7 +31,7 @@ from typing import Any
 
 import ml_collections
 
-from benchmarks import arms as arms_lib
+from benchmarks import harness
 from configs import forge as forge_config
 from experiments import common, fields, served
 from m2jax.forge import evaluation, roles, run
@@ -123,7 +123,7 @@ def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
   def cell(side: str, stage: str, part: str) -> str:
     pairs = [r['success'][stage].get(part, (0, 0)) for r in runs if r['side'] == side]
     rates = [100 * successes / max(n, 1) for successes, n in pairs]
-    return arms_lib.spread(rates, 0)
+    return harness.spread(rates, 0)
 
   for side in SIDES:
     for stage in (run.AFTER_SFT, run.AFTER_RL, 'the other way'):
@@ -134,7 +134,7 @@ def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
 
 
 def main() -> None:
-  parser = arms_lib.parser(__doc__)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--layers', type=int, default=2)
   parser.add_argument('--hops', type=int, default=8, help='of the longest chains')
   parser.add_argument('--demonstrations', type=int, default=30_000)
@@ -143,7 +143,7 @@ def main() -> None:
   parser.add_argument('--updates', type=int, default=12, help='of RL')
   parser.add_argument('--tasks', type=int, default=350, help='held out')
   args = parser.parse_args()
-  arms_lib.run(args, list(SIDES), measure, lambda runs: table(runs, args.hops))
+  harness.run(args, list(SIDES), measure, lambda runs: table(runs, args.hops))
 
 
 if __name__ == '__main__':

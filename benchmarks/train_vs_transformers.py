@@ -35,9 +35,9 @@ import sys
 import tempfile
 import time
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from benchmarks import m2jax_worker, prefix_tree_rows, sides
+from benchmarks import harness, m2jax_worker, prefix_tree_rows, sides
 
 # A separate set: tests also import programs with flags of the same names.
 FLAGS = flags.FlagValues()
@@ -90,7 +90,7 @@ _EXPERTS_GB = flags.DEFINE_float(
   'skip batched_mm if it would copy more GB of expert weights',
   flag_values=FLAGS,
 )
-_JSON = flags.DEFINE_bool('json', False, 'print JSON', flag_values=FLAGS)
+flags.DEFINE_bool('json', False, 'print JSON', flag_values=FLAGS)
 
 # Of transformers, what `startup.prepare` sets for m2jax.
 TUNABLES = ':'.join(
@@ -300,19 +300,5 @@ def show(found: dict) -> None:
     print(f'  {name:<12}{1e3 * seconds:>8.1f} ms{100 * share:>6.0f} %')
 
 
-def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments: {argv[1:]}')
-  found = compare()
-  if _JSON.value:
-    print(json.dumps(found, indent=1))
-  else:
-    show(found)
-
-
 if __name__ == '__main__':
-  flags.FLAGS.append_flag_values(FLAGS)
-  FLAGS.mark_as_parsed()  # absl parses them with the global set
-  for flag in FLAGS:  # --help lists them
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[flag])
-  app.run(main)
+  harness.main(FLAGS, compare, show)

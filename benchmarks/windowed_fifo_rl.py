@@ -26,11 +26,9 @@ repeated.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
+import functools
 import math
-import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import windowed_fifo
+from benchmarks import harness, windowed_fifo
 from benchmarks.windowed_fifo import Items, Policy, Simulation
 from m2jax import config as model_config
 from m2jax import forest
@@ -324,8 +322,7 @@ def table(runs: Sequence[Mapping[str, Any]], limit: float) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
-  parser.add_argument('--workdir', type=pathlib.Path, required=True)
+  parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--capacity', type=int, default=32, help='N, in groups')
   parser.add_argument('--per_step', type=int, default=8, help='groups of an update')
   parser.add_argument('--group_size', type=int, default=16)
@@ -335,26 +332,17 @@ def main() -> None:
   parser.add_argument('--time', type=float, default=100.0, help='in median latencies')
   parser.add_argument('--learning_rate', type=float, default=2e-3, help="Adam's")
   parser.add_argument('--slots', type=int, default=128, help='of the engine')
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--policies', nargs='+', help='names; all by default')
-  parser.add_argument('--json', action='store_true')
   args = parser.parse_args()
-  args.workdir.mkdir(parents=True, exist_ok=True)
-  runs, trainer = [], None
-  for policy in policies(args.capacity):
-    if args.policies and policy.name not in args.policies:
-      continue
-    for seed in args.seeds:
-      path = args.workdir / f'{policy.name.replace(" ", "_")}_{seed}.json'
-      if not path.exists():
-        trainer = trainer or Trainer(args)
-        path.write_text(json.dumps(trainer.run(policy, seed, args)))
-      runs.append(json.loads(path.read_text()))
-  if args.json:
-    settings = vars(args) | {'workdir': str(args.workdir)}
-    print(json.dumps({'settings': settings, 'runs': runs}, indent=1))
-    return
-  print(table(runs, args.time))
+  by_name = {policy.name: policy for policy in policies(args.capacity)}
+  trainer = functools.cache(lambda: Trainer(args))
+  harness.run(
+    args,
+    args.policies or list(by_name),
+    lambda name, seed, args: trainer().run(by_name[name], seed, args),
+    lambda runs: table(runs, args.time),
+    ['policies'],
+  )
 
 
 if __name__ == '__main__':

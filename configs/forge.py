@@ -40,26 +40,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.init_from = ''  # weights that SFT starts from, of a run or in the released format
   c.tasks = dict(
     kind='terminal',  # or an import path (docs/add_a_task.md)
-    files=(3, 5),
-    lines=(20, 80),
-    pseudo_names=1.0,
-    pseudo_words=1.0,
-    spare_calls=2,
     weights=ASKED,
   )
   c.teacher = dict(
     kind='terminal',
     scale=1.0,  # factor on the mistake rates; 0 is a perfect teacher
-    looks=0.2,  # probability of listing the files before a command
   )
   c.engine = dict(slots=64, context_tokens=768)
-  c.engine.update(  # compiled shapes, a second each; a step costs what its shape does
-    decode_rows=(16, 32, 64),
-    contexts=(192, 320, 448, 768),
-    prefill_shapes=((1, 64), (8, 32)),
-    record_experts=False,  # True: rollouts record expert ids, and training replays them
-  )
-  c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
   c.gateway = dict(port=0)  # any free port
   c.episodes = dict(
     backend='namespaces',  # the sandbox; 'gvisor', or 'rlimit_only', which is weaker
@@ -69,15 +56,11 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.sft = dict(
     demonstrations=2500,
     families=DEMONSTRATED,
-    tokens_per_step=2048,  # input tokens; within a group, merged
-    row_tokens=1024,
-    loop=dict(steps=2000, checkpoint_every=500),
-    step=dict(micro_rows=2),
+    loop=dict(steps=2000),
     optimizer=dict(
       name='muon',  # of the hidden matrices; or adam, sso, … (docs/optimizers.md)
       muon=dict(learning_rate=0.02),
       adam=dict(learning_rate=3e-3),
-      schedule=dict(kind='wsd', total_steps=2000, decay_steps=700, final_fraction=0.1),
     ),
   )
   c.rl = dict(
@@ -87,43 +70,25 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     dev_tasks=105,
     patience=3,  # stop after this many evaluations without a new best
     groups_per_step=8,  # with a non-zero advantage
-    refill_factor=3.0,  # an update takes at most this × groups_per_step
     group_size=16,
     capacity=16,  # N, in groups
     window='default',  # W = 0.3 N
-    item_deadline_s=300.0,
-    updates_per_batch=1,
-    checkpoint_every=16,
     partial_credit=0.5,  # maximum for a partly correct end state
-    curriculum=dict(floor=0.3, memory=64.0),
     learner=dict(
       algorithm='cispo',  # or grpo, dapo, policy_gradient, … (docs/rl.md)
       is_weight_max=5.0,  # of cispo
-      is_weight_min=0.0,  # of cispo; 0 is none, as M2's
-      shuffle_rewards=False,
-      row_tokens=2048,  # most groups are one row
-      row_terms=3072,
-      step=dict(
-        micro_rows=2,  # a row per device
-        detach_mtp=True,
-        draft_weight=0.0,  # of the top-K KL of the MTP modules from the policy
-        draft_top_k=0,  # its K; above 0 it is measured, whatever its weight
-      ),
       reward=dict(
         alpha=0.1,  # weight of the process reward: -1 for a malformed turn
         beta=0.0,  # weight of the speed reward: at most 1, for a success
-        gamma=1.0,
-        thinking_bonus=0.0,
-        baseline='mean',  # per turn where turns are paid (`baseline_over`)
       ),
     ),
     optimizer=dict(
-      name='muon',  # of the hidden matrices; or adam, sso, … (docs/optimizers.md)
+      name='muon',
       muon=dict(learning_rate=5e-3),
       adam=dict(learning_rate=5e-4),
-      schedule=dict(kind='wsd', total_steps=28, decay_steps=14, final_fraction=0.1),
     ),
   )
+  _tune(c)
   c.more_sft = None
   if variant == 'smoke':
     c.engine.update(decode_rows=(64,), contexts=(192, 384, 768))
@@ -158,3 +123,37 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       f'unknown variant {variant!r}: want smoke, more_sft, expert_iteration or shuffled'
     )
   return fields.complete(c, ForgeConfig)
+
+
+def _tune(c: ml_collections.ConfigDict) -> None:
+  """What was tuned for this job's sizes. Other fields, with their defaults, are
+  documented in their dataclasses (`ForgeConfig` and those that it names)."""
+  c.tasks.update(pseudo_names=1.0, pseudo_words=1.0, spare_calls=2)
+  c.teacher.looks = 0.2  # probability of listing the files before a command
+  c.engine.update(  # compiled shapes, a second each; a step costs what its shape does
+    decode_rows=(16, 32, 64),
+    contexts=(192, 320, 448, 768),
+    prefill_shapes=((1, 64), (8, 32)),
+    record_experts=False,  # True: rollouts record expert ids, and training replays them
+  )
+  c.scheduler = dict(decode_steps=8, reuse_stale_prefix=False)
+  c.sft.update(
+    tokens_per_step=2048,  # input tokens; within a group, merged
+    row_tokens=1024,
+    step=dict(micro_rows=2),
+  )
+  c.sft.loop.checkpoint_every = 500
+  c.sft.optimizer.schedule = dict(
+    kind='wsd', total_steps=2000, decay_steps=700, final_fraction=0.1
+  )
+  c.rl.update(
+    item_deadline_s=300.0, checkpoint_every=16, curriculum=dict(floor=0.3, memory=64.0)
+  )
+  c.rl.learner.update(
+    row_tokens=2048,  # most groups are one row
+    row_terms=3072,
+    step=dict(micro_rows=2, detach_mtp=True),  # a row per device
+  )
+  c.rl.optimizer.schedule = dict(
+    kind='wsd', total_steps=28, decay_steps=14, final_fraction=0.1
+  )

@@ -7,7 +7,14 @@ import json
 
 import pytest
 
-from benchmarks import arms, mixed_domains, responses, scaffolds, speed_reward, thinking
+from benchmarks import (
+  harness,
+  mixed_domains,
+  responses,
+  scaffolds,
+  speed_reward,
+  thinking,
+)
 from experiments import common
 from m2jax.forge.config import ForgeConfig
 from m2jax.train.workdir import OtherRun
@@ -16,7 +23,7 @@ from m2jax.train.workdir import OtherRun
 def flags(module, monkeypatch, *given):
   """What a benchmark's `main` would hand to its arms."""
   found = []
-  monkeypatch.setattr(arms, 'run', lambda *args: found.append(args))
+  monkeypatch.setattr(harness, 'run', lambda *args: found.append(args))
   monkeypatch.setattr('sys.argv', ['benchmark', *given])
   module.main()
   return found[0]
@@ -37,20 +44,22 @@ def test_every_arm_has_a_config(module, monkeypatch, tmp_path):
 
 
 def test_a_measurement_is_kept(tmp_path, capsys):
-  """The second run measures the seed that is new, and no other."""
+  """The second run measures the seed that is new, and no other; other settings are
+  other measurements, even in the same directory."""
   measured = []
 
   def measure(arm, seed, args):
     measured.append((arm, seed))
     return {'arm': arm, 'seed': seed}
 
-  def run(*seeds):
-    args = argparse.Namespace(workdir=tmp_path, seeds=[*seeds], json=False)
-    arms.run(args, ('a', 'b'), measure, lambda runs: json.dumps(runs))
+  def run(*seeds, steps=1):
+    args = argparse.Namespace(workdir=tmp_path, seeds=[*seeds], json=False, steps=steps)
+    harness.run(args, ('a', 'b'), measure, lambda runs: json.dumps(runs))
     return json.loads(capsys.readouterr().out)
 
   assert len(run(0)) == 2 and len(run(0, 1)) == 4
   assert measured == [('a', 0), ('b', 0), ('a', 1), ('b', 1)]
+  assert len(run(0, steps=2)) == 2 and len(measured) == 6
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys):
@@ -63,10 +72,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys):
 
   args = argparse.Namespace(workdir=tmp_path, seeds=[0], json=False)
   with pytest.raises(SystemExit) as ended:
-    arms.run(args, ('a', 'b'), measure, json.dumps)
+    harness.run(args, ('a', 'b'), measure, json.dumps)
   assert ended.value.code == common.INTERRUPTED
   assert 'the same command resumes' in capsys.readouterr().err
-  assert [path.name for path in tmp_path.iterdir()] == ['a_0.json']
+  assert [path.name for path in tmp_path.iterdir()] == ['results.jsonl']
 
 
 def test_table_of_responses():
@@ -85,6 +94,6 @@ def test_a_run_that_is_in_use_is_one_line(tmp_path, capsys):
 
   args = argparse.Namespace(workdir=tmp_path, seeds=[0], json=False)
   with pytest.raises(SystemExit) as ended:
-    arms.run(args, ('a',), measure, str)
+    harness.run(args, ('a',), measure, str)
   assert ended.value.code == 2 and not list(tmp_path.iterdir())
   assert capsys.readouterr().err == 'error: in use by process 7: wait\n'
