@@ -143,7 +143,7 @@ class Simulation:
   ):
     self._items, self._policy, self._step = items, policy, step
     self._per_step, self.now, self.idle = per_step, 0.0, 0.0
-    self._fifo = WindowedFifo(capacity, policy.window, clock=lambda: self.now)
+    self._fifo = WindowedFifo(capacity, policy.window)
     self._ends: list[tuple[float, int]] = []  # of running items: (time, index), a heap
     # By index: the version, the number of items trained, and the time at its beginning.
     self._begun: dict[int, tuple[int, int, float]] = {}

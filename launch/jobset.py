@@ -29,9 +29,9 @@ _EXCLUSIVE = 'alpha.jobset.sigs.k8s.io/exclusive-topology'
 _BAD_INPUT = 2
 
 
-def hostname(launch: Launch, instance: str, host: int = 0) -> str:
-  """The host name of a replica's host in the gang."""
-  return f'{launch.name}-{instance}-0-{host}.{launch.name}'
+def hostname(launch: Launch, instance: str) -> str:
+  """The name of a replica's first host in the gang."""
+  return f'{launch.name}-{instance}-0-0.{launch.name}'
 
 
 def manifest(launch: Launch) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from absl import logging
 
-from m2jax.data import demos
 from m2jax.forest import Sample
 from m2jax.text import chat, json_lines, markup, tokenizer
 
@@ -161,7 +161,7 @@ def encode(
           '%s has %d tokens, more than %d: skipped', found.name, length, max_tokens
         )
         continue
-      samples.append(demos.sample(ids[:length], owned[:length]))
+      samples.append(sample(ids[:length], owned[:length]))
       said = ''.join(p.text for p in pieces if p.message == trained[-1])
       unthinking += markup.THINK_END not in said
     if not samples:
@@ -215,3 +215,27 @@ def _continues(found: Chat, before: Chat) -> bool:
   if found.trained is None or before.trained is None or found.name != before.name:
     return False
   return found.trained > before.trained
+
+
+def sample(tokens: Sequence[int], loss_mask: Sequence[int]) -> Sample:
+  """A `forest.Sample` that trains the tokens with a true mask.
+
+  Args:
+    tokens: [S] ids.
+    loss_mask: [S], 0 or 1. Token 0 cannot be trained: nothing predicts it.
+
+  Raises:
+    ValueError: lengths differ, the mask of token 0 is true, or none is.
+  """
+  tokens = np.asarray(tokens, np.int32)
+  mask = np.asarray(loss_mask, bool)
+  if tokens.ndim != 1 or tokens.shape != mask.shape:
+    raise ValueError(f'tokens {tokens.shape} and loss_mask {mask.shape} must be [S]')
+  trained = np.flatnonzero(mask)
+  if len(trained) == 0:
+    raise ValueError('loss_mask trains no token')
+  if trained[0] == 0:
+    raise ValueError('loss_mask trains token 0, which nothing predicts')
+  start = int(trained[0])
+  weights = None if mask[start:].all() else mask[start:].astype(np.float32)
+  return Sample(tokens, start, weights=weights)

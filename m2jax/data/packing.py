@@ -86,12 +86,6 @@ class DocumentRows(Iterator[list[np.ndarray]]):
       for n, (position, offset) in where.items()
     }
 
-  @property
-  def epoch(self) -> int:
-    """Passes over the source that every stream has completed."""
-    last = min(stream.position for stream in self._streams.values())
-    return last // len(self._order.source)
-
   def state(self) -> dict[str, Any]:
     """Position of each stream of this host: document in the order, offset in it."""
     where = {str(n): [x.position, x.offset] for n, x in self._streams.items()}
@@ -204,11 +198,6 @@ class SampleBatches(Iterator[list[Sample]]):
     if state is not None:
       self._stream.check(state)
       self._position, self._offset = state['position'], state.get('offset', 0)
-
-  @property
-  def epoch(self) -> int:
-    """Completed passes over the source."""
-    return self._position // len(self._stream.source)
 
   def state(self) -> dict[str, Any]:
     """Group of the next sample in the stream, and its place in it."""

@@ -12,7 +12,7 @@ documents labelled good or bad:
 
   classifier = quality.fit(texts, labels)
   classifier.save('quality.npz')
-  scores = quality.score(source, quality.Classifier.load('quality.npz'))
+  score = quality.score_one(document, quality.Classifier.load('quality.npz'))
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -207,17 +207,12 @@ def load(name: str) -> tuple[Scorer, str]:
     raise FileNotFoundError(f'scorer {name}: {error}') from error
 
 
-def score(source: Sequence[Document], scorer: Scorer) -> np.ndarray:
-  """[n] float64 scores of all documents.
+def score_one(document: Document, scorer: Scorer) -> float:
+  """The score of one document.
 
   Raises:
     ValueError: the scorer did not return a finite number; names the document.
   """
-  return np.array([score_one(document, scorer) for document in _each(source)])
-
-
-def score_one(document: Document, scorer: Scorer) -> float:
-  """The score of one document; raises the errors of `score`."""
   value = scorer(document)
   try:
     number = float(value)
@@ -231,11 +226,6 @@ def score_one(document: Document, scorer: Scorer) -> float:
   return number
 
 
-def _each(source: Sequence[Document]) -> Iterator[Document]:
-  # By index: a source need not raise IndexError at its end, as iteration requires.
-  return (source[i] for i in range(len(source)))
-
-
 def ranks(scores: Sequence[float]) -> np.ndarray:
   """[n] in (0, 1): fraction of documents with a lower score; ties count half."""
   scores = np.asarray(scores, np.float64)
@@ -243,11 +233,3 @@ def ranks(scores: Sequence[float]) -> np.ndarray:
   below = np.searchsorted(ordered, scores, side='left')
   up_to = np.searchsorted(ordered, scores, side='right')
   return (below + up_to) / (2 * max(len(scores), 1))
-
-
-def auc(scores: Sequence[float], labels: Sequence[bool]) -> float:
-  """Probability that a good document scores above a bad one; a tie counts half."""
-  good = np.asarray(labels, bool)
-  ordered = ranks(scores) * len(good)  # mean rank, counted from 0.5
-  wins = ordered[good].sum() - good.sum() ** 2 / 2
-  return float(wins / (good.sum() * (~good).sum()))

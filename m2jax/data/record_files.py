@@ -10,11 +10,10 @@ its lines or row groups, and indexing reads one record. JSON lines with
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,18 +138,6 @@ READERS: Mapping[str, Callable[..., Sequence[Document]]] = {
   '.parquet': Parquet,
   '.array_record': ArrayRecords,
 }
-
-
-def write_array_record(
-  path: str | os.PathLike, records: Iterable[Mapping[str, Any]]
-) -> None:
-  """Writes records for `ArrayRecords`, one per group for random access."""
-  from array_record.python import array_record_module
-
-  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
-  for record in records:
-    writer.write(json.dumps(record, ensure_ascii=False).encode())
-  writer.close()
 
 
 def _untrained(line: bytes) -> bool:

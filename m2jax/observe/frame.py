@@ -22,6 +22,7 @@ from m2jax.observe.printable import one_line
 _BARS = '▁▂▃▄▅▆▇█'
 _HISTORY = 240  # values in a sparkline
 _SNIPPET_LINES = 6
+_AVERAGE_STEPS = 10
 _AVERAGED = tuple(map(names.checked, ('success', 'reward', 'loss')))
 _SERVICES = ('engine', 'gateway')
 # State of an item → (sign, style) inside the window and beyond it.
@@ -88,7 +89,6 @@ class State:
 
   title: str
   phases: list[Phase]
-  average_steps: int
   started_s: float
   latest: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
   history: dict[str, collections.deque] = dataclasses.field(default_factory=dict)
@@ -165,8 +165,8 @@ class State:
 
   def average(self, key: str) -> float | None:
     """Moving average of success, reward or loss; None before the first value."""
-    values = list(self.history.get(key, ()))[-self.average_steps :]
-    return stats.moving_average(values, self.average_steps)[-1] if values else None
+    values = list(self.history.get(key, ()))[-_AVERAGE_STEPS:]
+    return stats.moving_average(values, _AVERAGE_STEPS)[-1] if values else None
 
   def left_s(self) -> float | None:
     """Estimated seconds until the last phase ends; None while there is no estimate.

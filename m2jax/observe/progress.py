@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
+_LOG_EVERY_S = 5.0
+
 Listener = Callable[[str, int, int], None]
 _listeners: list[Listener] = []
 
@@ -59,13 +61,12 @@ def listening(listener: Listener) -> Iterator[None]:
 class Logged:
   """A listener that logs: something new at once, its counts every few seconds."""
 
-  def __init__(self, every_s: float = 5.0):
-    self._every_s = every_s
+  def __init__(self):
     self._last, self._logged_s = '', 0.0
 
   def __call__(self, doing: str, done: int, total: int) -> None:
     now = time.monotonic()
-    if doing != self._last or (total and now - self._logged_s >= self._every_s):
+    if doing != self._last or (total and now - self._logged_s >= _LOG_EVERY_S):
       self._last, self._logged_s = doing, now
       if doing:
         logging.info('%s', words(doing, done, total))

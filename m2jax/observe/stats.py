@@ -1,4 +1,4 @@
-"""Statistics for reports: intervals, moving averages, quantiles.
+"""Statistics for reports: intervals and moving averages.
 
 Wilson's score interval: E. B. Wilson, "Probable Inference, the Law of Succession, and
 Statistical Inference", JASA 22 (1927). Plain Python, for a handful of numbers.
@@ -7,7 +7,7 @@ Statistical Inference", JASA 22 (1927). Plain Python, for a handful of numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -60,20 +60,3 @@ def moving_average(values: Iterable[float], window: int) -> list[float]:
     finite = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
     means.append(math.fsum(finite) / len(finite) if finite else math.nan)
   return means
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-  """Quantile with linear interpolation between order statistics; NaN when empty.
-
-  Raises:
-    ValueError: q outside [0, 1].
-  """
-  if not 0 <= q <= 1:
-    raise ValueError(f'quantile: q={q} is not within [0, 1]')
-  ordered = sorted(v for v in values if math.isfinite(v))
-  if not ordered:
-    return math.nan
-  place = q * (len(ordered) - 1)
-  below = math.floor(place)
-  above = min(below + 1, len(ordered) - 1)
-  return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -223,18 +223,17 @@ def _x_axis(
   return [*texts, caption]
 
 
-def interval(value: float, low: float, high: float, colour: int = 0) -> Markup:
+def interval(value: float, low: float, high: float) -> Markup:
   """A fraction and its interval: a dot and whiskers on a line from 0 to 1."""
   width, height = 200, 18
   place = _scale(0.0, 1.0, 4, width - 4)
   middle = height / 2
   return Markup(
-    '<svg class="interval s{}" viewBox="0 0 {} {}" aria-hidden="true">'
+    '<svg class="interval s0" viewBox="0 0 {} {}" aria-hidden="true">'
     '<line class="grid" x1="{}" x2="{}" y1="{m}" y2="{m}"/>'
     '<line class="whisker" x1="{}" x2="{}" y1="{m}" y2="{m}"/>'
     '<circle cx="{}" cy="{m}" r="4.5"/></svg>'
   ).format(
-    colour,
     width,
     height,
     place(0),

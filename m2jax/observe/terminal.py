@@ -48,7 +48,6 @@ class RunView:
     title: str = 'm2jax forge',
     refresh_hz: float = 2.0,
     plain_every_s: float = 10.0,
-    average_steps: int = 10,
   ):
     """Prepares the view, which `start` or `with` then shows.
 
@@ -59,7 +58,6 @@ class RunView:
       title: shown first.
       refresh_hz: redraws per second, at most 4, to leave the processor to the run.
       plain_every_s: seconds between lines if the console is not a terminal.
-      average_steps: steps in the moving averages of success and reward.
 
     Raises:
       ValueError: no phases, or refresh_hz outside (0, 4].
@@ -75,7 +73,6 @@ class RunView:
     self._state = frame.State(
       title=title,
       phases=[frame.Phase(name, expected_s) for name, expected_s in phases.items()],
-      average_steps=average_steps,
       started_s=time.monotonic(),
     )
     self._live: rich.live.Live | None = None

@@ -41,9 +41,6 @@ _DECLARED = re.compile(r'"bytes_accessed":"?(\d+)')
 _FLOPS = re.compile(r'"flops":"?(\d+)')
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 
-PARTS = ('attention', 'moe', 'optimizer', 'rest')
-PASSES = ('forward', 'recompute', 'backward')
-
 
 def stage(op_name: str) -> tuple[str, str]:
   """(pass, part) of an op by its name: `named_scope`s, and what JAX adds to them."""

@@ -58,12 +58,9 @@ from m2jax.pool import ledger as ledger_lib
 _REMEMBERED_IDS = 65_536
 
 Ledger = ledger_lib.Ledger
-LedgerMismatch = ledger_lib.LedgerMismatch
-LineageOver = ledger_lib.LineageOver
 PoolBroken = database.PoolBroken
 Ended = reader.Ended
 StoredTrajectory = reader.StoredTrajectory
-StoredTurn = reader.StoredTurn
 
 
 class Rejected(ValueError):

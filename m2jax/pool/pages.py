@@ -181,12 +181,12 @@ class PageReader(Reader):
     query = sa.select(t.session).where(t.item == item)
     return [r[0] for r in self._read(query.order_by(t.superseded, t.rank, t.row))]
 
-  def sessions_like(self, beginning: str, n: int = 5) -> list[str]:
-    """Up to n sessions that begin so; only the one, if it is a whole session."""
+  def sessions_like(self, beginning: str) -> list[str]:
+    """Up to five sessions that begin so; only the one, if it is a whole session."""
     t = tables.trajectories.c
     query = sa.select(t.session).where(t.session.startswith(beginning, autoescape=True))
     exact = (t.session == beginning).desc()
-    found = [r[0] for r in self._read(query.order_by(exact, t.session).limit(n))]
+    found = [r[0] for r in self._read(query.order_by(exact, t.session).limit(5))]
     return found[:1] if beginning in found else found
 
   def trajectory(self, session: str) -> tuple[dict[str, Any], tuple | None] | None:

@@ -25,8 +25,7 @@ import collections
 import dataclasses
 import heapq
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -49,13 +48,10 @@ class WindowState:
     window: W, or None if greedy.
     pending: submitted and still running.
     completed: finished and not taken.
-    takeable: items that an unlimited take would return now (taking moves the window).
     in_window: completed items inside the current window.
-    forbidden: completed items beyond the current window.
     remaining: window positions not occupied by retired items, the "Remaining Window
       Capacity" of the report's Fig. 5; None if greedy.
     taken, failed: items retired since the queue was created or restored.
-    head_age_s: seconds since the head was submitted; 0 if nothing is live.
   """
 
   head: int
@@ -64,13 +60,10 @@ class WindowState:
   window: int | None
   pending: int
   completed: int
-  takeable: int
   in_window: int
-  forbidden: int
   remaining: int | None
   taken: int
   failed: int
-  head_age_s: float
 
 
 def default_window(capacity: int) -> int:
@@ -85,15 +78,12 @@ class WindowedFifo:
     self,
     capacity: int,
     window: int | None | str = 'default',
-    *,
-    clock: Callable[[], float] = time.monotonic,
   ):
     """Makes an empty queue.
 
     Args:
       capacity: N, the maximum number of live items; at least 1.
       window: W, at least 1; None is greedy; 'default' is `default_window(capacity)`.
-      clock: returns seconds, for `head_age_s`.
 
     Raises:
       ValueError: capacity or window is out of range.
@@ -109,7 +99,6 @@ class WindowedFifo:
       )
     self.capacity = capacity
     self.window = window
-    self._clock = clock
     self._changed = threading.Condition()
     self._head = 0
     self._next_index = 0
@@ -117,7 +106,6 @@ class WindowedFifo:
     self._completed: dict[int, Any] = {}
     self._ready: list[int] = []  # heap of the completed indices
     self._retired: set[int] = set()  # retired indices above the head
-    self._submitted_s: dict[int, float] = {}
     self._taken = 0
     self._failed = 0
     self._closed = False
@@ -141,7 +129,6 @@ class WindowedFifo:
       index = self._next_index
       self._next_index += 1
       self._pending[index] = item
-      self._submitted_s[index] = self._clock()
       return index
 
   def complete(self, index: int, result: Any = None) -> None:
@@ -285,12 +272,10 @@ class WindowedFifo:
     with self._changed:
       if self._next_index:
         raise RuntimeError('restore: only an unused queue can be restored')
-      now = self._clock()
       self._head, self._next_index, self._retired = head, next_index, retired
       self._pending = {i: items.get(i) for i in sorted(rest)}
       self._completed = completed
       self._ready = sorted(completed)
-      self._submitted_s = dict.fromkeys((*self._pending, *completed), now)
       self._changed.notify_all()
 
   @property
@@ -324,7 +309,6 @@ class WindowedFifo:
       if self.window is not None:
         used = sum(i < self._head + self.window for i in self._retired)
         remaining = self.window - used
-      submitted_s = self._submitted_s.get(self._head)
       return WindowState(
         head=self._head,
         next_index=self._next_index,
@@ -332,13 +316,10 @@ class WindowedFifo:
         window=self.window,
         pending=len(self._pending),
         completed=len(self._completed),
-        takeable=self._takeable(len(self._ready)),
         in_window=in_window,
-        forbidden=len(self._completed) - in_window,
         remaining=remaining,
         taken=self._taken,
         failed=self._failed,
-        head_age_s=0.0 if submitted_s is None else self._clock() - submitted_s,
       )
 
   def states(self) -> tuple[int, list[str]]:
@@ -376,7 +357,6 @@ class WindowedFifo:
     return count
 
   def _retire(self, index: int) -> None:
-    del self._submitted_s[index]
     self._retired.add(index)
     while self._head in self._retired:
       self._retired.remove(self._head)

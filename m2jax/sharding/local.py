@@ -10,17 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-def local_copy(tree: Any, device: jax.Device | None = None) -> Any:
-  """A copy of a tree's arrays on one device, whole; the originals may be donated.
+def local_copy(tree: Any) -> Any:
+  """A copy of a tree's arrays, whole, on the first device of this process.
 
-  Leaf by leaf: beside the copy each device needs memory for the largest leaf. With
-  several processes all of them must call it.
+  The originals may be donated. Leaf by leaf: beside the copy each device needs memory
+  for the largest leaf. With several processes all of them must call it.
 
   Args:
     tree: arrays, on any mesh of all processes or on devices of this one.
-    device: of this process; None is its first.
   """
-  device = jax.local_devices()[0] if device is None else device
+  device = jax.local_devices()[0]
 
   def one(leaf: jax.Array) -> jax.Array:
     if not leaf.is_fully_addressable:

@@ -24,7 +24,6 @@ from pathlib import Path
 _AGENT_ERRORS = frozenset(
   (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.ENXIO, errno.EPERM)
 )
-_LOOSE_SLACK_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,28 +31,25 @@ class Expected:
   """The end state that counts as success; call it to judge one.
 
   Attributes:
-    files: relative path -> content: the whole workspace, untouched files included.
+    files: name -> content: the whole workspace, which has no directories, untouched
+      files included.
     answer: the right final answer; None accepts any answer that is not empty. An empty
       one always fails: an agent that need not answer after an edit unlearns to answer.
-    loose: paths compared without leading and trailing white space.
     before: the workspace at the start; only used for partial credit.
     partial_credit: factor in [0, 1] on the partial credit of a wrong end state.
 
   Raises:
-    ValueError: partial credit for a workspace with directories.
+    ValueError: a file in a directory.
   """
 
   files: Mapping[str, bytes]
   answer: str | None = None
-  loose: frozenset[str] = frozenset()
   before: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
   partial_credit: float = 0.0
 
   def __post_init__(self):
-    if self.partial_credit and any('/' in path for path in (*self.files, *self.before)):
-      raise ValueError(
-        'Expected.partial_credit is only defined for workspaces without directories'
-      )
+    if any('/' in path for path in (*self.files, *self.before)):
+      raise ValueError('Expected is only defined for workspaces without directories')
 
   def __call__(self, workspace: Path, answer: str) -> float:
     """Returns 1.0 if `workspace` and `answer` are as expected, else partial credit.
@@ -97,7 +93,7 @@ class Expected:
   def _path_matches(self, fd: int, path: str) -> bool:
     try:
       if path in self.files:
-        return _file_matches(fd, path, self.files[path], path in self.loose)
+        return _file_matches(fd, path, self.files[path])
       os.stat(path, dir_fd=fd, follow_symlinks=False)
     except OSError as error:
       if error.errno not in _AGENT_ERRORS:
@@ -106,39 +102,19 @@ class Expected:
     return False
 
   def _matches(self, workspace: Path) -> bool:
-    directories = {''}
-    for path in self.files:
-      while '/' in path:
-        path = path.rpartition('/')[0]
-        directories.add(path)
-    root = _open(workspace)
-    return root is not None and self._directory_matches(root, '', directories)
-
-  def _directory_matches(self, fd: int, prefix: str, directories: set[str]) -> bool:
-    """Compares a directory recursively; closes `fd`."""
+    fd = _open(workspace)
+    if fd is None:
+      return False
     try:
-      expected = {
-        path[len(prefix) :].partition('/')[0]
-        for path in self.files
-        if path.startswith(prefix)
-      }
       found = set()
       with os.scandir(fd) as entries:
         for entry in entries:
-          if entry.name not in expected:
+          if entry.name not in self.files:
             return False
           found.add(entry.name)
-      if found != expected:
-        return False
-      for name in sorted(expected):
-        path = prefix + name
-        if path in directories:
-          child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-          if not self._directory_matches(child, path + '/', directories):
-            return False
-        elif not _file_matches(fd, name, self.files[path], path in self.loose):
-          return False
-      return True
+      return found == self.files.keys() and all(
+        _file_matches(fd, name, content) for name, content in self.files.items()
+      )
     except OSError as error:
       if error.errno in _AGENT_ERRORS:
         return False
@@ -155,21 +131,20 @@ def _open(workspace: Path) -> int | None:
     return None
 
 
-def _file_matches(directory_fd: int, name: str, content: bytes, loose: bool) -> bool:
+def _file_matches(directory_fd: int, name: str, content: bytes) -> bool:
   # O_NONBLOCK: opening a pipe must not wait for a writer.
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
   fd = os.open(name, flags, dir_fd=directory_fd)
   try:
     status = os.fstat(fd)
-    limit_bytes = len(content) + (_LOOSE_SLACK_BYTES if loose else 0)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > limit_bytes:
+    if not stat.S_ISREG(status.st_mode) or status.st_size > len(content):
       return False
     found = b''
-    while chunk := os.read(fd, limit_bytes + 1 - len(found)):
+    while chunk := os.read(fd, len(content) + 1 - len(found)):
       found += chunk
   finally:
     os.close(fd)
-  return found.strip() == content.strip() if loose else found == content
+  return found == content
 
 
 def normalize_answer(answer: str) -> str:

@@ -289,11 +289,6 @@ class StagedRows(Iterator[Pieces]):
       rows = self._enter(rows)
     self._rows = self._open(rows)
 
-  @property
-  def epoch(self) -> int:
-    """Completed passes over the stage's source."""
-    return self._rows.epoch
-
   def state(self) -> dict[str, Any]:
     """Batches so far, the stage of the last one, and the position in its source; of all
     hosts, all of which must call it."""

@@ -21,7 +21,7 @@ from m2jax.viewer import page
 from m2jax.viewer.run import Run
 
 _EVALUATIONS = 50  # per element
-_ROW, _SESSION = LISTED.index('row'), LISTED.index('session')
+_SESSION = LISTED.index('session')
 
 
 def write(

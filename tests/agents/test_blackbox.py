@@ -71,7 +71,7 @@ def play(serve, tok):
   """play(command, policy=…, count=1, …): trajectories of one task, and the rest."""
 
   def play(command, policy=None, *, count=1, limits=LIMITS, spec=None, **more):
-    spec = spec or terminal.spec('train', 0, family='count_lines')
+    spec = spec or terminal.spec('train', 0, family='steps_1')
     asked = {'engine_options': more.pop('engine_options', None)}
     gateway, engine, records = serve(
       policy or response_text('so', 'no'), accept_unknown_keys=False, **asked

@@ -137,7 +137,7 @@ def test_a_perfect_policy_solves_every_family(start, tok):
 def test_a_group_is_one_task_by_ranks(start, tok):
   """Each rank has its own session, completions and files; the wrong answer is a judged
   failure, and `on_end` is called for each."""
-  [spec] = specs_of('append', split='train')
+  [spec] = specs_of('steps_1', split='train')
   right, asked = perfect(tok, [spec]), []
 
   def policy(request):
@@ -165,7 +165,7 @@ def test_a_group_is_one_task_by_ranks(start, tok):
 
 def test_records_have_no_keys(start, tok):
   """Those who read the pool of a run can send no requests as one of its episodes."""
-  [spec] = specs_of('append', split='train')
+  [spec] = specs_of('steps_1', split='train')
   runner, _, _, records, sessions = start(perfect(tok, [spec]))
   with runner:
     out = runner.group(spec, 2, item=7, prefix='rl-7').result(60)
@@ -179,7 +179,7 @@ def test_a_dead_sandbox_is_in_no_baseline(start, tok):
   """Law 5: the sandbox dies under one episode of a group. It ends as an infrastructure
   failure, the next ones get a new sandbox, and the group's advantages are those of the
   group without it."""
-  [spec] = specs_of('append', split='train')
+  [spec] = specs_of('steps_1', split='train')
   right, asked = perfect(tok, [spec]), []
   before = descendants()
 
@@ -214,7 +214,7 @@ def test_a_dead_sandbox_is_in_no_baseline(start, tok):
 
 def test_evaluation_tries_infrastructure_once_more(start, tok):
   """A sandbox that dies once has no effect: the second attempt is judged."""
-  specs = specs_of('count_lines', 'append')
+  specs = specs_of('steps_2', 'steps_1')
   right, killed = perfect(tok, specs), []
   before = descendants()
 
@@ -238,7 +238,7 @@ def test_evaluation_tries_infrastructure_once_more(start, tok):
 def test_what_fails_twice_is_not_judged(start, tok):
   """Files that do not fit the workspace fail before the first completion, in both
   attempts: no verdict, and the other tasks are judged."""
-  specs = specs_of('count_lines', 'append')
+  specs = specs_of('steps_2', 'steps_1')
   limits = sandbox.Limits(workspace_bytes=4096, file_bytes=4096)
   runner, gateway, engine, _, sessions = start(perfect(tok, specs), limits=limits)
   ended = []
@@ -252,7 +252,7 @@ def test_what_fails_twice_is_not_judged(start, tok):
 
 def test_a_workspace_that_cannot_be_read_is_the_agents_failure(start, tok, monkeypatch):
   """It put a link or a pipe where the verifier reads: masked, it would pay to."""
-  [spec] = specs_of('append')
+  [spec] = specs_of('steps_1')
 
   async def verify(self, environment, answer):
     raise sandbox.SandboxPathError('out.txt: is a link')
@@ -266,7 +266,7 @@ def test_a_workspace_that_cannot_be_read_is_the_agents_failure(start, tok, monke
 
 def test_what_cannot_be_recorded_ends_the_group(start, tok):
   """A full disk also ends the other ranks of the group."""
-  [spec] = specs_of('append')
+  [spec] = specs_of('steps_1')
   sleep = response_text('wait', calls=[('sh', {'cmd': 'sleep 600'})])
   first = []
 
@@ -289,7 +289,7 @@ def test_what_cannot_be_recorded_ends_the_group(start, tok):
 def test_leaving_the_runner_ends_what_runs(start, tok, within):
   """Ctrl-C leaves nothing behind: no command, supervisor or session, and no completion
   in the engine."""
-  [spec] = specs_of('append', split='train')
+  [spec] = specs_of('steps_1', split='train')
   sleep = response_text('wait', calls=[('sh', {'cmd': 'sleep 600 & sleep 600'})])
   text, delay_s = ('on ' * 5000, 0.02) if within == 'completion' else (sleep, 0.0)
   before = descendants()

@@ -5,8 +5,11 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from m2jax.data import chats, demos
+from m2jax import forest
+from m2jax.data import chats
 from m2jax.pipelines import seat
 from m2jax.text import chat, tokenizer
 
@@ -18,6 +21,13 @@ TOOL = {'type': 'function', 'function': {'name': 'sh', 'parameters': {}}}
 @pytest.fixture(scope='module')
 def tok():
   return tokenizer.train([chat.render([USER, ANSWER], [TOOL])] * 8, 420)
+
+
+def loss_mask(sample):
+  """[S] bool: which tokens of the sample are trained."""
+  response = len(sample.tokens) - sample.prompt_length
+  weights = np.ones(response) if sample.weights is None else sample.weights
+  return np.concatenate([np.zeros(sample.prompt_length, bool), weights > 0])
 
 
 def write(path, *lines):
@@ -95,7 +105,7 @@ def test_a_file_of_calls_is_refused(tmp_path):
 def test_encode_trains_the_assistant(tok):
   """The trained tokens spell the assistant's text to its end, and nothing else."""
   ((sample,),) = chats.encode([chats.Chat('a', [USER, ANSWER], [TOOL])], tok, 1000)
-  mask = demos.loss_mask(sample)
+  mask = loss_mask(sample)
   text = chat.render([USER, ANSWER], [TOOL])
   assert tok.decode(sample.tokens) == text.rstrip('\n')
   trained = tok.decode(sample.tokens[mask])
@@ -139,7 +149,7 @@ def test_templates_are_drawn_by_conversation(tok):
     assert tok.decode(second.tokens).startswith(']~!b[]~b]system\nBe M2.') == named
     kept = tok.decode(second.tokens).count('count\n</think>')
     assert kept == (2 if named else 1)
-    assert tok.decode(first.tokens[demos.loss_mask(first)]).endswith('three[e~[')
+    assert tok.decode(first.tokens[loss_mask(first)]).endswith('three[e~[')
   again = chats.encode(made, tok, 1000, TEMPLATES)
   for one, other in zip(groups, again, strict=True):
     assert [s.tokens.tolist() for s in one] == [s.tokens.tolist() for s in other]
@@ -155,10 +165,10 @@ def test_a_template_changes_what_is_read_and_not_what_is_trained(tok, name):
   found = chats.Chat('a', [USER, asking, result, ANSWER], [TOOL])
   only = {name: TEMPLATES[name]}
   ((sample,),) = chats.encode([found], tok, 1000, only)
-  ids, mask = sample.tokens, demos.loss_mask(sample)
+  ids, mask = sample.tokens, loss_mask(sample)
   pieces = chat.segments(found.messages, found.tools, template=TEMPLATES[name])
   ((plain,),) = chats.encode([found], tok, 1000)
-  np.testing.assert_array_equal(ids[mask], plain.tokens[demos.loss_mask(plain)])
+  np.testing.assert_array_equal(ids[mask], plain.tokens[loss_mask(plain)])
   trained = ''.join(piece.text for piece in pieces if piece.owned)
   assert tok.decode(ids[mask]) == trained
   said = chat.parse(trained.partition('[e~[')[0], [TOOL])
@@ -199,7 +209,7 @@ def test_each_answer_is_trained_as_it_is_generated(tok):
   turns = [(whole.messages[:4], (1, 3)), (whole.messages, (6,))]
   for sample, (messages, trained) in zip(samples, turns, strict=True):
     assert tok.decode(sample.tokens) == chat.render(messages, [TOOL]).rstrip('\n')
-    mask, at = demos.loss_mask(sample), 0
+    mask, at = loss_mask(sample), 0
     said = [s for s in tok.decode(sample.tokens[mask]).split('[e~[') if s]
     assert len(said) == len(trained) and all('</think>' in text for text in said)
     for i in trained:  # each behind the prompt with which the engine generates it
@@ -209,7 +219,7 @@ def test_each_answer_is_trained_as_it_is_generated(tok):
       at = len(ids)
   keep = {'keep': chat.Template(keep_all_thinking=True)}
   ((sample,),) = chats.encode([whole], tok, 1000, keep)  # nothing is omitted there
-  assert tok.decode(sample.tokens[demos.loss_mask(sample)]).count('</think>') == 3
+  assert tok.decode(sample.tokens[loss_mask(sample)]).count('</think>') == 3
 
 
 def test_results_of_parallel_calls_have_the_order_of_the_calls(tmp_path):
@@ -244,3 +254,31 @@ def test_other_files_are_named(tmp_path, line):
   path.write_bytes(line + b'\n')
   with pytest.raises(ValueError, match=rf'other.jsonl, line 1: .*{OTHER[line]}'):
     chats.read(path)
+
+
+class TestSample:
+  """A sample of which only some tokens are trained."""
+
+  @settings(deadline=None, max_examples=40)
+  @given(mask=st.lists(st.booleans(), min_size=1, max_size=20).filter(any))
+  def test_terms_are_the_masked_tokens(self, mask):
+    """Seen from the forest's side, where the loss is taken."""
+    mask = [False, *mask]
+    tokens = np.arange(len(mask)) + 10
+    sample = chats.sample(tokens, mask)
+    packed = forest.merge([sample], row_tokens=32)
+    trained = packed.tokens[0][packed.term_token[0][packed.weight[0] > 0]]
+    np.testing.assert_array_equal(trained, tokens[mask])
+
+  @pytest.mark.parametrize(
+    ('tokens', 'mask', 'match'),
+    [
+      ([1, 2], [0], r'must be \[S\]'),
+      ([1, 2], [1, 1], 'token 0'),
+      ([1, 2], [0, 0], 'trains no token'),
+    ],
+  )
+  def test_bad_masks_are_named(self, tokens, mask, match):
+    """A loss without terms would train nothing and say so nowhere."""
+    with pytest.raises(ValueError, match=match):
+      chats.sample(tokens, mask)

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from m2jax import forest
-from m2jax.data import demos, packing, stream, text_files
+from m2jax.data import packing, stream, text_files
 from m2jax.data.documents import Encoded
 
 lengths = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(sum)
@@ -410,45 +410,3 @@ class TestTextFiles:
     (root / 'a.py').write_text('longer than it was before')
     with pytest.raises(stream.StateMismatch, match='fingerprint'):
       rows(state)
-
-
-class TestDemos:
-  """Episodes of which only the teacher's tokens are trained."""
-
-  @settings(deadline=None, max_examples=40)
-  @given(mask=st.lists(st.booleans(), min_size=1, max_size=20).filter(any))
-  def test_terms_are_the_masked_tokens(self, mask):
-    """Seen from the forest's side, where the loss is taken."""
-    mask = [False, *mask]
-    tokens = np.arange(len(mask)) + 10
-    demo = demos.sample(tokens, mask)
-    packed = forest.merge([demo], row_tokens=32)
-    trained = packed.tokens[0][packed.term_token[0][packed.weight[0] > 0]]
-    np.testing.assert_array_equal(trained, tokens[mask])
-    np.testing.assert_array_equal(demos.loss_mask(demo), mask)
-
-  def test_files_round_trip(self, tmp_path):
-    """Demonstrations are kept and shared as JSON lines."""
-    path = tmp_path / 'demos.jsonl'
-    written = [demos.sample([1, 2, 3], [0, 1, 0]), demos.sample([4, 5], [0, 1])]
-    demos.write(path, written)
-    for a, b in zip(demos.read(path), written, strict=True):
-      np.testing.assert_array_equal(a.tokens, b.tokens)
-      np.testing.assert_array_equal(demos.loss_mask(a), demos.loss_mask(b))
-
-  @pytest.mark.parametrize(
-    ('line', 'match'),
-    [
-      ('{"tokens": [1, 2]}', 'loss_mask'),
-      ('{"tokens": [1, 2], "loss_mask": [0]}', r'must be \[S\]'),
-      ('{"tokens": [1, 2], "loss_mask": [1, 1]}', 'token 0'),
-      ('{"tokens": [1, 2], "loss_mask": [0, 0]}', 'trains no token'),
-      ('{"tokens": ', 'JSON'),
-    ],
-  )
-  def test_bad_lines_are_named(self, tmp_path, line, match):
-    """A broken line in a long file must be found."""
-    path = tmp_path / 'demos.jsonl'
-    path.write_text('{"tokens": [1, 2], "loss_mask": [0, 1]}\n' + line + '\n')
-    with pytest.raises(ValueError, match=rf'line 2: .*{match}'):
-      demos.read(path)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.data import chats, demos, documents, packing, record_files
+from m2jax.data import chats, documents, packing, record_files
 from m2jax.data.documents import Document
 from m2jax.text import json_lines
 
@@ -32,7 +32,12 @@ def write_parquet(path):
 
 
 def write_array_record(path):
-  record_files.write_array_record(path, RECORDS)
+  from array_record.python import array_record_module
+
+  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+  for record in RECORDS:
+    writer.write(json.dumps(record, ensure_ascii=False).encode())
+  writer.close()
 
 
 WRITERS = {
@@ -132,7 +137,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
   path.write_text('\n')
   os.truncate(path, 1 << 40)
   monkeypatch.setattr(json_lines, 'MAX_LINE_BYTES', 1 << 20)
-  for read in (record_files.JsonLines, chats.read, demos.read):
+  for read in (record_files.JsonLines, chats.read):
     with pytest.raises(ValueError, match=r'sparse\.jsonl, line 2: more than'):
       read(path)
 

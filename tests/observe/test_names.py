@@ -61,7 +61,7 @@ def _drawn(records) -> list:
 
 def _view(records) -> str:
   now = time.monotonic()
-  state = frame.State('t', [frame.Phase('RL', 10)], 5, now)
+  state = frame.State('t', [frame.Phase('RL', 10)], now)
   state.begin('RL')
   for record in records:
     state.add(record)
@@ -117,7 +117,7 @@ def test_readers_cannot_use_a_name_that_is_not_listed():
   with pytest.raises(KeyError, match=r'ratio_mean.*names\.py'):
     plots.Curves('Importance ratio', ('ratio_mean',))
   with pytest.raises(KeyError, match='ratio_mean'):
-    frame.State('t', [], 5, 0.0).value('ratio_mean')
+    frame.State('t', [], 0.0).value('ratio_mean')
 
 
 def test_an_unlisted_name_is_written_with_one_warning(tmp_path):

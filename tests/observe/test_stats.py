@@ -82,12 +82,3 @@ def test_moving_average_is_the_mean_of_the_last_finite_values(values, window):
     part = part[np.isfinite(part)]
     expected = part.mean() if part.size else math.nan
     np.testing.assert_allclose(mean, expected, rtol=1e-9, atol=1e-6)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
-def test_quantile_agrees_with_numpy(values, q):
-  """Independent reference: NumPy's linear interpolation."""
-  np.testing.assert_allclose(
-    stats.quantile(values, q), np.quantile(values, q), rtol=1e-9, atol=1e-6
-  )

@@ -181,7 +181,7 @@ def test_the_window_strip_shows_what_may_be_taken_and_what_is_forbidden():
 def test_time_left_is_that_of_what_was_measured():
   """By hand; nothing is claimed before the first progress, nor of compilation."""
   phases = [frame.Phase('a', 10), frame.Phase('b', 50), frame.Phase('c', 40)]
-  state = frame.State('t', phases, 5, time.monotonic())
+  state = frame.State('t', phases, time.monotonic())
   assert (state.fraction(), state.left_s()) == (None, None)
   assert 'total' not in frame.plain_line(state)
   state.begin('b')  # a was jumped over

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.pool import data_pool, database, windowed_fifo
-from m2jax.pool.data_pool import DataPool, Ledger, LedgerMismatch
+from m2jax.pool.data_pool import DataPool, Ledger
+from m2jax.pool.ledger import LedgerMismatch
 from m2jax.pool.work_queue import WorkQueue
 from m2jax.records import Completion, Trajectory, WorkItem
 from m2jax.rl.rewards import TrajectoryReward

@@ -11,6 +11,7 @@ import pytest
 
 from m2jax.pool import data_pool, windowed_fifo
 from m2jax.pool.data_pool import DataPool
+from m2jax.pool.ledger import LineageOver
 from m2jax.pool.work_queue import WorkQueue
 from tests.pool.test_data_pool import completion, trajectory
 from tests.waiting import wait_until
@@ -99,7 +100,7 @@ def test_two_learners(url):
           'prune': lambda: old_pool.prune(data_pool.Ledger(head=5, next_index=5)),
         }
         for name, call in calls.items():
-          with pytest.raises(data_pool.LineageOver, match='lineage 1 after 0'):
+          with pytest.raises(LineageOver, match='lineage 1 after 0'):
             call()
             raise AssertionError(name)
         old_pool.set_rewards({}, {'1.0/0': 5.0})

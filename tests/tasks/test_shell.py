@@ -56,7 +56,7 @@ def test_bad_call(name, arguments, said):
 def test_workspace_runs_calls_in_the_sandbox():
   """The task's files exist, the host sees what a call writes, and a bad call runs no
   shell."""
-  task = terminal.make(terminal.spec('train', 0, family='append'))
+  task = terminal.make(terminal.spec('train', 0, family='steps_1'))
 
   async def run():
     async with task.open(**SANDBOX) as environment:

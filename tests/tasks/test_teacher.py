@@ -10,13 +10,12 @@ import pytest
 
 from m2jax import sandbox, tasks
 from m2jax.tasks import demonstrations, lookup, terminal
-from m2jax.tasks.terminal import shell, steps, teacher
+from m2jax.tasks.terminal import shell, teacher
 from m2jax.text import chat
 from tests.tasks import local_shell
 
 FAMILIES = sorted(terminal.FAMILIES)
 SKIPPED = {'skipped_step'}  # another step then comes first
-LUCKY = {'unsorted'}  # may be right by chance
 PERFECT = teacher.TeacherConfig(scale=0.0)
 
 
@@ -81,25 +80,9 @@ def test_each_mistake_is_a_mistake(family):
       if len(made) == 6:
         break
     assert made, f'{kind} never came up'
-    harmless = 0.5 if kind in LUCKY else 0.25
-    assert sum(made) <= harmless * len(made), f'{kind} often does no harm'
+    assert sum(made) <= 0.25 * len(made), f'{kind} often does no harm'
     spared = [demo.success for demo in demos if not demo.mistakes]
     assert all(spared), f'{kind} harms where it was not made'
-
-
-def test_default_teacher_is_right_about_half_of_the_time():
-  """Also in the families with frequent mistakes, every right way is demonstrated."""
-  habits = sorted(set(FAMILIES) - set(steps.FAMILIES))
-  demos = {family: demonstrations_of(family, 12) for family in habits}
-  rates = {family: success_rate(some) for family, some in demos.items()}
-  assert 0.47 <= sum(rates.values()) / len(rates) <= 0.65
-  assert sum(rate < 0.45 for rate in rates.values()) >= 3, 'no habit is wrong'
-  assert sum(rate > 0.6 for rate in rates.values()) >= 6
-  assert min(rates.values()) > 0.05
-  mistakes = {
-    kind for some in demos.values() for demo in some for kind in demo.mistakes
-  }
-  assert len(mistakes) >= 10
 
 
 def test_default_teacher_rarely_errs_at_steps():
@@ -111,7 +94,7 @@ def test_mistakes_do_not_show_in_the_words():
   """The text of a wrong demonstration does not mark the mistake."""
   thoughts = collections.defaultdict(set)
   rates = {
-    family: dict.fromkeys(set(of) - SKIPPED if family in steps.FAMILIES else of, 1.0)
+    family: dict.fromkeys(set(of) - SKIPPED, 1.0)
     for family, of in teacher.RATES.items()
   }
   wrong = teacher.TeacherConfig(rates=rates, malformed_call=0.0)
@@ -127,13 +110,13 @@ def test_mistakes_do_not_show_in_the_words():
 def test_malformed_call_is_answered_and_made_good():
   """A malformed call uses one spare call, and the demonstration continues."""
   config = teacher.TeacherConfig(malformed_call=1.0, rates={})
-  for family in ('find_file', 'fix_check'):
+  for family in ('steps_1', 'dead_end'):
     for task in tasks_of(family, 4):
       demo = demonstrate(task, config)
       assert demo.success == 1.0 and demo.mistakes == ['malformed_call']
       assert demo.messages[2]['content'].startswith('error: sh takes')
       assert len(commands(demo)) == task.baseline_calls + 1 <= task.max_tool_calls
-  strict = tasks_of('find_file', 2, config=terminal.TerminalConfig(spare_calls=0))
+  strict = tasks_of('steps_1', 2, config=terminal.TerminalConfig(spare_calls=0))
   assert all(demonstrate(task, config).mistakes == [] for task in strict)
 
 
@@ -163,7 +146,7 @@ def test_demonstrations_are_repeatable_and_attempts_differ():
 
 def test_demonstrations_render_in_the_chat_template():
   """SFT reads them through M2's template, thinking and tool calls included."""
-  for family in ('find_file', 'follow_notes'):
+  for family in ('steps_1', 'trail'):
     task = tasks_of(family, 1)[0]
     demo = demonstrate(task, PERFECT)
     text = chat.render(demo.messages, [shell.TOOL])
@@ -174,7 +157,7 @@ def test_demonstrations_render_in_the_chat_template():
 
 
 @pytest.mark.parametrize(
-  'rates', [{'sing': {}}, {'append': {'sang': 0.1}}, {'append': {'clobber': 1.5}}]
+  'rates', [{'sing': {}}, {'trail': {'sang': 0.1}}, {'trail': {'clobber': 1.5}}]
 )
 def test_bad_rates_are_named(rates):
   """A misspelt family or kind would otherwise silently lower the rate of mistakes."""

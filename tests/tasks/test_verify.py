@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from m2jax.tasks import verify
 from tests.tasks.local_shell import put
 
-FILES = {'a.py': b'one\ntwo\n', 'b.txt': b'three\n', 'lib/c.py': b'four\n'}
+FILES = {'a.py': b'one\ntwo\n', 'b.txt': b'three\n'}
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def test_expected_state_succeeds(box):
   assert verify.Expected(FILES, '12')(box, '13') == 0.0
 
 
-names = st.sampled_from(['a', 'b', 'c', 'd/a', 'd/b'])
-workspaces = st.dictionaries(names, st.binary(max_size=6), min_size=1)
+def workspaces(*names):
+  return st.dictionaries(st.sampled_from(names), st.binary(max_size=6), min_size=1)
 
 
 @settings(deadline=None, max_examples=60)
-@given(expected=workspaces, found=workspaces)
+@given(expected=workspaces('a', 'b', 'c'), found=workspaces('a', 'b', 'c', 'd/a'))
 def test_succeeds_exactly_when_files_are_equal(tmp_path_factory, expected, found):
   """Any difference in names or bytes, on any file, is a failure; none is a success."""
   directory = tmp_path_factory.mktemp('box')
@@ -82,15 +82,7 @@ def test_partial_credit_follows_no_link(tmp_path):
   os.mkfifo(box / 'b')
   assert judge(box, 'done') == 0.0
   with pytest.raises(ValueError, match='without directories'):
-    verify.Expected({'d/a': b''}, partial_credit=0.5)
-
-
-def test_loose_files_ignore_outer_white_space_only(box):
-  """A count may be written with or without a newline, but not with another count."""
-  expected = verify.Expected(FILES | {'n.txt': b'12\n'}, loose=frozenset({'n.txt'}))
-  for content, success in ((b'12', 1.0), (b' 12\n\n', 1.0), (b'1 2', 0.0), (b'', 0.0)):
-    (box / 'n.txt').write_bytes(content)
-    assert expected(box, 'done') == success, content
+    verify.Expected({'d/a': b''})
 
 
 def _replace_by_link(box):
@@ -104,20 +96,9 @@ def _replace_by_link_within(box):
   (box / 'a.py').symlink_to('../kept')
 
 
-def _replace_folder_by_link(box):
-  (box / 'lib').rename(box.parent / 'lib')
-  (box / 'lib').symlink_to(box.parent / 'lib')
-
-
 def _replace_by_folder(box):
   (box / 'a.py').unlink()
   (box / 'a.py').mkdir()
-
-
-def _replace_folder_by_file(box):
-  (box / 'lib' / 'c.py').unlink()
-  (box / 'lib').rmdir()
-  (box / 'lib').write_bytes(b'four\n')
 
 
 def _replace_by_pipe(box):
@@ -132,11 +113,6 @@ def _replace_by_loop(box):
 
 def _replace_by_terabyte(box):
   with open(box / 'a.py', 'r+b') as file:
-    file.truncate(1 << 40)
-
-
-def _grow_loose_file(box):
-  with open(box / 'b.txt', 'r+b') as file:
     file.truncate(1 << 40)
 
 
@@ -158,13 +134,10 @@ def _add_link(box):
   [
     _replace_by_link,
     _replace_by_link_within,
-    _replace_folder_by_link,
     _replace_by_folder,
-    _replace_folder_by_file,
     _replace_by_pipe,
     _replace_by_loop,
     _replace_by_terabyte,
-    _grow_loose_file,
     _add_many_files,
     _add_deep_tree,
     _add_link,
@@ -174,7 +147,7 @@ def _add_link(box):
 def test_hostile_workspace_is_a_quick_failure(box, attack):
   """Links are not followed, pipes not waited for, huge files not read (law 9)."""
   attack(box)
-  expected = verify.Expected(FILES, loose=frozenset({'b.txt'}))
+  expected = verify.Expected(FILES)
   started = time.monotonic()
   assert expected(box, 'done') == 0.0
   assert time.monotonic() - started < 30
@@ -188,7 +161,7 @@ def test_missing_workspace_is_not_the_agents_failure(tmp_path):
 
 def test_shutting_the_verifier_out_is_a_failure(box):
   """Otherwise an agent would learn to have its failures masked."""
-  for path in (box / 'a.py', box / 'lib', box):
+  for path in (box / 'a.py', box):
     path.chmod(0)
     verdict = verify.Expected(FILES)(box, 'done')
     path.chmod(0o755)
@@ -206,7 +179,7 @@ def no_garbage():
 def test_no_descriptor_leaks(box, no_garbage):
   """A job judges a hundred thousand workspaces in one process."""
   before = len(os.listdir('/proc/self/fd'))
-  for attack in (lambda _: None, _replace_by_link, _replace_folder_by_link):
+  for attack in (lambda _: None, _replace_by_link, _replace_by_folder):
     attack(box)
     verify.Expected(FILES)(box, 'done')
   assert len(os.listdir('/proc/self/fd')) == before

@@ -2,8 +2,16 @@
 
 The format (github.com/huggingface/safetensors): the header's length as 8 little-endian
 bytes; the header, JSON of {name: {dtype, shape, data_offsets [begin, end)}}; the data.
-The safetensors library reads whole tensors, and writes a file from tensors that are all
-in memory; neither works for a checkpoint larger than the host's memory.
+
+The safetensors library (0.8) writes a file from tensors that are all in memory, which a
+checkpoint larger than the host's memory rules out. Its `safe_open(…).get_slice` reads
+rows at the same speed, but
+
+- its numpy framework does not read F8_E4M3;
+- it maps the file into memory: a file truncated while it is read ends the process with
+  SIGBUS, and all pages that were read count as the process's memory;
+- its errors name neither the file nor the tensor that is truncated;
+- it accepts duplicate names and names that cannot be printed, and waits for a pipe.
 """
 
 from __future__ import annotations

@@ -16,20 +16,20 @@ from m2jax.gateway import counters
 
 _TIMEOUT_S = 30.0
 _RETRY_S = 0.5  # between attempts
+_PATIENCE_S = 60.0  # of `open`, with a gateway that cannot be reached
 
 
 class SessionClient:
   """`open` and `close` of the gateway's sessions, on the loop of the agents.
 
-  A gateway that cannot be reached, such as one that restarts, is tried again for
-  `patience_s`; then `open` raises ConnectionError, which is an infrastructure failure
-  of the episode, and `close` leaves the session to the gateway.
+  A gateway that cannot be reached, such as one that restarts, is tried again for a
+  minute; then `open` raises ConnectionError, which is an infrastructure failure of the
+  episode. `close` does not try again: it leaves the session to the gateway.
   """
 
-  def __init__(self, url: str, secret: str, *, patience_s: float = 60.0):
+  def __init__(self, url: str, secret: str):
     self._url = url.rstrip('/') + '/v1/sessions'
     self._headers = {'authorization': f'Bearer {secret}'}
-    self._patience_s = patience_s
     self._client: httpx.AsyncClient | None = None
 
   async def open(
@@ -37,7 +37,7 @@ class SessionClient:
   ) -> None:
     """Opens a session; `name` is that of its records, or None: the key."""
     body = json.dumps({'key': key, 'mode': mode, 'name': name}).encode()
-    response = await self._send('POST', body, self._patience_s)
+    response = await self._send('POST', body, _PATIENCE_S)
     # A retry after a lost response finds it open: keys are unique.
     if response.status_code not in (201, 409):
       raise ConnectionError(

@@ -103,9 +103,8 @@ class Recorded:
     pool: DataPool,
     sessions: Sessions,
     config: RecordedConfig | None = None,
-    mode: str = 'training',
   ):
-    self._pool, self._sessions, self._mode = pool, sessions, mode
+    self._pool, self._sessions = pool, sessions
     self._config = config or RecordedConfig()
     self._open: dict[bytes, _Open] = {}  # by digest of the key
     self._lock = threading.Lock()
@@ -118,7 +117,7 @@ class Recorded:
     with self._lock:
       if len(self._open) >= self._config.max_open:
         raise ApiError(503, f'{self._config.max_open} episodes are open; end some')
-      session = self._sessions.open(key, self._mode, name)
+      session = self._sessions.open(key, 'training', name)
       family = task.partition('/')[0]
       opened = _Open(session, task, family, -1, 0, None, time.monotonic())
       self._open[session.digest] = opened

@@ -170,7 +170,6 @@ def attempt(
   script: str | None = None,
   *,
   network: str = 'host',
-  limits: sandbox.Limits | None = None,
 ) -> verifier.Verdict:
   """The verdict on a script's work in the task's container; None is the solution.
 
@@ -178,9 +177,8 @@ def attempt(
     directory: the task.
     script: commands of a shell in /workspace.
     network: of the build, which may have to install packages.
-    limits: of each container.
   """
-  limits = limits or sandbox.Limits(memory_bytes=2 << 30, wall_s=600.0)
+  limits = sandbox.Limits(memory_bytes=2 << 30, wall_s=600.0)
   name = f'm2jax-{secrets.token_hex(8)}'
   with settings() as env:
     try:

@@ -359,9 +359,3 @@ async def _details(box: sandbox.Sandbox) -> Mapping[str, Any]:
   if not isinstance(found, dict):
     raise ValueError('details.json is not an object')
   return found
-
-
-def clear() -> None:
-  """Removes this process's trees; for tests."""
-  for entry in os.scandir(_judged()):
-    shutil.rmtree(entry.path, ignore_errors=True)

@@ -20,8 +20,6 @@ class TerminalConfig(TasksConfig):
     lines: minimum and maximum number of lines that a real file is cut to.
     pseudo_names: fraction of files renamed to a made-up word.
     pseudo_words: fraction of words in instructions that are made up.
-    max_hops: maximum number of notes that lead to a file (1-3).
-    max_matches: maximum number of files that a search for several files finds (2-4).
     spare_calls: tool calls allowed beyond `Task.baseline_calls`.
   """
 
@@ -30,8 +28,6 @@ class TerminalConfig(TasksConfig):
   lines: tuple[int, int] = (20, 80)
   pseudo_names: float = 0.5
   pseudo_words: float = 0.5
-  max_hops: int = 2
-  max_matches: int = 3
   spare_calls: int = 1
 
   def __post_init__(self):
@@ -43,8 +39,6 @@ class TerminalConfig(TasksConfig):
     check(16 <= self.lines[0] <= self.lines[1] <= 400, 'lines', 'within 16-400')
     for field in ('pseudo_names', 'pseudo_words'):
       check(0.0 <= getattr(self, field) <= 1.0, field, 'a share in [0, 1]')
-    check(1 <= self.max_hops <= 3, 'max_hops', '1-3')
-    check(2 <= self.max_matches <= 4, 'max_matches', '2-4')
     check(0 <= self.spare_calls <= 8, 'spare_calls', '0-8')
 
   @classmethod

@@ -2,9 +2,9 @@
 
 The files are the running Python's standard library, its licence text and its language
 documentation (`pydoc_data.topics`), read from the installed copy; so tasks are the same
-for the same Python version. Every file, word and number belongs to one split, by a hash
-of its name or a residue, and the splits are disjoint. Made-up words complement the real
-ones, since unseen names are hard to copy for a small policy.
+for the same Python version. Every file and word belongs to one split, by a hash of its
+name, and the splits are disjoint. Made-up words complement the real ones, since unseen
+names are hard to copy for a small policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sysconfig
 from pathlib import Path
 
 SPLITS = ('train', 'dev', 'held_out')
-# by the last decimal digit of a hash or of a number
+# by the last decimal digit of a hash
 _DIGITS = {'held_out': (0, 1), 'dev': (2, 3)}
 _SPLIT_OF_DIGIT = tuple(
   next((split for split, digits in _DIGITS.items() if digit in digits), 'train')
@@ -35,7 +35,6 @@ _SKIPPED_DIRECTORIES = frozenset(
 )
 _MIN_LINES, _MAX_LINES, _MAX_COLUMNS = 24, 1500, 100
 IDENTIFIER = re.compile(r'\b[A-Za-z_]\w*\b')
-_CONSTANT = re.compile(r'^\s*([A-Za-z_]{3,14}) = (\d{1,4})$')
 _COMMON = frozenset(keyword.kwlist) | {'self', 'cls', 'None', 'True', 'False'}
 
 _ONSETS = 'b d f g k l m n p r s t v z br dr gr kl pl st tr'.split()
@@ -56,41 +55,22 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
-  """A line `name = value` of a source, by its 0-based index."""
-
-  source: Source
-  line: int
-  name: str
-  value: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Corpus:
   """The source data of one split.
 
   Attributes:
     sources: Python files and text files.
-    modules: the Python files among them.
     words: real lower-case words from these files that belong to the split.
-    constants: lines of the Python files that set a name to an integer.
   """
 
   sources: tuple[Source, ...]
-  modules: tuple[Source, ...]
   words: tuple[str, ...]
-  constants: tuple[Constant, ...]
 
 
 def split_of(name: str) -> str:
   """Returns the split of a word or a file's stem; case is ignored."""
   digest = hashlib.blake2b(name.lower().encode(), digest_size=2).digest()
   return _SPLIT_OF_DIGIT[int.from_bytes(digest, 'big') % 10]
-
-
-def split_of_number(number: int) -> str:
-  """Returns the split that may use `number` as a parameter."""
-  return _SPLIT_OF_DIGIT[number % 10]
 
 
 def is_nameable(word: str) -> bool:
@@ -138,10 +118,10 @@ def load(split: str) -> Corpus:
     for name, source in sorted(_all_sources().items())
     if split_of(name.partition('.')[0]) == split
   )
-  modules = tuple(source for source in sources if source.suffix == '.py')
-  if len(modules) < 20:
+  modules = sum(source.suffix == '.py' for source in sources)
+  if modules < 20:
     raise RuntimeError(
-      f'only {len(modules)} standard-library modules with sources under '
+      f'only {modules} standard-library modules with sources under '
       f'{sysconfig.get_path("stdlib")}: terminal tasks need a Python that was '
       'installed with its .py files'
     )
@@ -161,13 +141,7 @@ def load(split: str) -> Corpus:
       and split_of(word) == split
     )
   )
-  constants = tuple(
-    Constant(source, i, match[1], match[2])
-    for source in modules
-    for i, line in enumerate(source.lines)
-    if (match := _CONSTANT.match(line))
-  )
-  return Corpus(sources, modules, words, constants)
+  return Corpus(sources, words)
 
 
 def _is_plain(line: str) -> bool:

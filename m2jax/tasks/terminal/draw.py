@@ -35,17 +35,15 @@ class Draft:
     params: the random choices, for the teacher.
     calls: tool calls that a correct solution needs.
     answer: the right final answer; None if only the workspace is judged.
-    after: the workspace at the end; None if it must stay as it was.
-    loose: files of `after` compared without surrounding white space.
+    after: the workspace at the end.
   """
 
   instruction: str
   files: Files
   params: dict[str, Any]
   calls: int
-  answer: str | None = None
-  after: Files | None = None
-  loose: tuple[str, ...] = ()
+  answer: str | None
+  after: Files
 
 
 class Call(NamedTuple):
@@ -96,18 +94,6 @@ class Draw:
   def chance(self, probability: float) -> bool:
     return self.rng.random() < probability
 
-  def number(self, low: int, high: int) -> int:
-    """Returns a number of this split in [low, high]."""
-    for _ in range(50):
-      number = self.rng.randint(low, high)
-      if self.owns(number):
-        return number
-    raise Redraw
-
-  def owns(self, number: int) -> bool:
-    """Returns whether this split may use `number` as a parameter."""
-    return corpus.split_of_number(number) == self.split
-
   def word(self, files: Files) -> str:
     """Returns a word that `files` and their names do not contain, in any case."""
     text = text_of(files).lower()
@@ -124,14 +110,11 @@ class Draw:
     """Returns a file name that is not in `files`."""
     return self.word(files) + suffix
 
-  def cut(self, source: corpus.Source, around: int | None = None) -> list[str]:
-    """Returns consecutive lines of the source, including line `around` if given."""
+  def cut(self, source: corpus.Source) -> list[str]:
+    """Returns consecutive lines of the source."""
     total, (low, high) = len(source.lines), self.config.lines
     length = min(total, self.rng.randint(low, high))
-    first, last = 0, total - length
-    if around is not None:
-      first, last = max(first, around - length + 1), min(last, around)
-    start = self.rng.randint(first, last)
+    start = self.rng.randint(0, total - length)
     return list(source.lines[start : start + length])
 
   def name_of(self, source: corpus.Source, files: Files) -> str:
@@ -144,35 +127,14 @@ class Draw:
       raise Redraw
     return name
 
-  def files(self, least: int = 0) -> Files:
-    """Returns a new workspace, in the order in which its files were drawn."""
+  def files(self, least: int) -> Files:
+    """Returns a new workspace of `least` files or more, in the order of drawing."""
     low, high = self.config.files
     count = self.rng.randint(max(low, least), max(high, least))
     files: Files = {}
     for source in self.rng.sample(self.corpus.sources, count):
       files[self.name_of(source, files)] = self.cut(source)
     return files
-
-  def add_constant(self, files: Files) -> tuple[str, str, str]:
-    """Adds a file with one line `name = value`; returns (file, name, value)."""
-    constant = self.pick(self.corpus.constants)
-    file = self.name_of(constant.source, files)
-    lines = self.cut(constant.source, constant.line)
-    old = f'{constant.name} = {constant.value}'
-    at = self.pick([i for i, line in enumerate(lines) if line.strip() == old])
-    name = constant.name
-    if self.chance(self.config.pseudo_words) or corpus.split_of(name) != self.split:
-      word = self.word(files | {file: lines})
-      name = word.upper() if name.isupper() else word
-      lines = [re.sub(rf'\b{constant.name}\b', name, line) for line in lines]
-    if sum(f'{name} =' in line for line in lines) != 1:
-      raise Redraw
-    value = str(self.number(11, 999))
-    lines[at] = lines[at].replace(f'= {constant.value}', f'= {value}')
-    if sum(value in line for line in lines) != 1:
-      raise Redraw
-    files[file] = lines
-    return file, name, value
 
   def plant(
     self, files: Files, file: str, low: int, high: int, twice: bool = False
@@ -198,20 +160,9 @@ class Draw:
       others = {name: lines for name, lines in files.items() if name != file}
       if corpus.split_of(old) == self.split and old not in text_of(others):
         return old
-    return self.substitute(files, file, old, self.word(files))
-
-  def substitute(self, files: Files, file: str, old: str, new: str) -> str:
-    """Renames identifier `old` to `new` throughout one file; returns `new`."""
-    pattern = re.compile(rf'\b{old}\b')
+    new, pattern = self.word(files), re.compile(rf'\b{old}\b')
     files[file] = [pattern.sub(new, line) for line in files[file]]
     return new
-
-  def any_file(self, files: Files) -> str:
-    return self.pick(list(files))
-
-  def other_file(self, files: Files, *known: str) -> str:
-    """Returns a file other than the known ones, for mistakes like `wrong_file`."""
-    return self.pick([name for name in files if name not in known])
 
 
 def text_of(files: Files) -> str:
@@ -219,31 +170,11 @@ def text_of(files: Files) -> str:
   return '\n'.join(line for name, lines in files.items() for line in (name, *lines))
 
 
-def lines_with(files: Files, file: str, word: str) -> list[int]:
-  """Returns the 1-based numbers of the lines that contain `word`, as grep does."""
-  return [i for i, line in enumerate(files[file], 1) if word in line]
-
-
-def files_with(files: Files, word: str) -> list[str]:
-  """Returns the files that contain `word`, in the shell's order."""
-  return sorted(name for name in files if lines_with(files, name, word))
-
-
 def encode(lines: Sequence[str]) -> bytes:
   """Returns a file's bytes; every line ends with a newline."""
   return ''.join(line + '\n' for line in lines).encode()
 
 
-def size_bytes(lines: Sequence[str]) -> int:
-  return sum(map(len, lines)) + len(lines)
-
-
 def first_line(observation: str) -> str:
   """Returns the first line a command printed, or '?' if it printed nothing."""
   return (observation.strip().splitlines() or ['?'])[0]
-
-
-def a_word(text: str, position: int) -> str:
-  """Returns the word at `position`, counted as Python does, or '?'."""
-  words = text.split()
-  return words[position] if -len(words) <= position < len(words) else '?'

@@ -32,7 +32,6 @@ from m2jax.tasks.terminal.draw import (
   Redraw,
   first_line,
 )
-from m2jax.tasks.terminal.editing import replace_script, replaced, sed, suffix_of
 
 MAX_CALLS = 6
 
@@ -140,7 +139,7 @@ class _Builder:
       file, step['of'] = self.find(by, hops, dead_ends)
     phrase = _PHRASES[by].format(' or '.join(step['of'])) if step['of'] else file
     if verb in ('rename', 'copy'):
-      step['new'] = draw.new_name(self.all(), suffix_of(file))
+      step['new'] = draw.new_name(self.all(), file[file.rindex('.') :])
       after[step['new']] = after[file] if verb == 'copy' else after.pop(file)
     elif verb == 'delete':
       del after[file]
@@ -156,7 +155,9 @@ class _Builder:
       if any(step['old'] in word or word in step['old'] for word in step['of']):
         raise Redraw
       step['new'] = draw.word(self.all())
-      after[file] = replaced(self.files, file, step['old'], step['new'])[file]
+      after[file] = [
+        line.replace(step['old'], step['new']) for line in self.files[file]
+      ]
     self.answer = {'count': str(len(after.get(file, ()))), 'which': file}.get(verb)
     if by == 'name':
       step['file'] = file
@@ -276,7 +277,9 @@ def _teach(p, slip):
       answer = Answer('that is it', file)
       continue
     if verb == 'replace':
-      command = sed(replace_script(step, slip), file, slip)
+      flag = '' if slip('first_only') else 'g'
+      in_place = '' if slip('not_in_place') else '-i '
+      command = f'sed {in_place}s/{step["old"]}/{step["new"]}/{flag} {file}'
     else:
       command = _COMMANDS[verb].format(**{**step, 'file': file})
     if verb in ('rename', 'copy', 'count') and slip('wrong_option'):
@@ -293,13 +296,8 @@ def _teach(p, slip):
 _MISTAKES = ('wrong_option', 'clobber', 'first_only', 'not_in_place')
 
 
-def steps_family(calls: int) -> str:
-  """Name of the family of tasks with `calls` calls."""
-  return f'steps_{calls}'
-
-
 FAMILIES = {
-  steps_family(n): Family(
+  f'steps_{n}': Family(
     functools.partial(_build_steps, calls=n),
     _teach,
     _MISTAKES if n == 1 else (*_MISTAKES, 'skipped_step'),

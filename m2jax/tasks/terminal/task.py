@@ -19,7 +19,7 @@ from m2jax.tasks import task as task_lib
 from m2jax.tasks import verify
 from m2jax.tasks.terminal import corpus, draw, shell
 from m2jax.tasks.terminal.config import TerminalConfig
-from m2jax.tasks.terminal.families import FAMILIES
+from m2jax.tasks.terminal.steps import FAMILIES
 
 SPLITS = corpus.SPLITS
 _DEFAULT = TerminalConfig()
@@ -73,7 +73,7 @@ def spec(
   """Returns the spec of the index-th task of a stream.
 
   Args:
-    split: 'train', 'dev' or 'held_out'; they share no file, word or number.
+    split: 'train', 'dev' or 'held_out'; they share no file and no word.
     index: position in the stream, >= 0.
     seed: seed of the stream.
     config: settings; its weights are the frequencies of the families.
@@ -134,7 +134,6 @@ def make(spec: str) -> TerminalTask:
     raise ValueError(
       f'{spec!r}: no task found in {_MAX_DRAWS} draws; relax the settings'
     )
-  after = draft.files if draft.after is None else draft.after
   return TerminalTask(
     spec=spec,
     family=family,
@@ -144,9 +143,8 @@ def make(spec: str) -> TerminalTask:
     max_tool_calls=draft.calls + config.spare_calls,
     baseline_calls=draft.calls,
     expected=verify.Expected(
-      _encode(after),
+      _encode(draft.after),
       draft.answer,
-      frozenset(draft.loose),
       before=_encode(draft.files),
       partial_credit=config.partial_credit,
     ),

@@ -4,22 +4,12 @@ For a task it thinks, calls the tool `sh`, reads the actual output, and continue
 there to a final answer. It makes mistakes as human demonstrators do, at the rates that
 `TeacherConfig` gives for each family, and nothing in its text marks a mistake:
 
-    wrong_option   an option left out or mixed up: wc -c for -l, no -i, no -w, cp for mv
-    wrong_pattern  searches for any use of a name instead of its definition
-    wrong_file     works on another file of the workspace
-    wrong_part     takes the wrong part of a printed line
-    wrong_end      takes the first instead of the last
-    off_by_one     takes the line before the right one
-    unsorted       takes the first or last name without sorting by size
-    skipped_step   skips a step, or answers before the last one
+    wrong_option   an option or a program mixed up: wc -c for -l, cp for mv
+    skipped_step   skips a step
     not_in_place   sed without -i
-    first_only     sed without g, or only the first of several files
+    first_only     sed without g
     clobber        > for >>
-    swapped        swaps the old and the new value
     malformed_call makes a tool call with a misnamed argument, then the right one
-
-In some families the teacher makes a mistake more often than not (rates above one half),
-so imitating it well is not enough.
 """
 
 from __future__ import annotations
@@ -30,48 +20,14 @@ from collections.abc import Mapping
 
 from m2jax.tasks import demonstrations
 from m2jax.tasks import task as task_lib
-from m2jax.tasks.terminal import draw, shell, steps
-from m2jax.tasks.terminal.families import FAMILIES
+from m2jax.tasks.terminal import draw, shell
+from m2jax.tasks.terminal.steps import FAMILIES
 from m2jax.tasks.terminal.task import TerminalTask
 
 MISNAMED_ARGUMENT = 'command'  # instead of shell.ARGUMENT
 
 RATES: Mapping[str, Mapping[str, float]] = {
-  'count_lines': {'wrong_option': 0.3, 'wrong_file': 0.05},
-  'count_matches': {'wrong_option': 0.8, 'wrong_file': 0.05},
-  'find_file': {'wrong_option': 0.25},
-  'find_definition': {'wrong_option': 0.7},
-  'line_word': {'off_by_one': 0.15, 'wrong_part': 0.2},
-  'line_number': {'wrong_end': 0.7, 'wrong_part': 0.1},
-  'longer': {'wrong_end': 0.7, 'wrong_part': 0.1},
-  'extreme': {'wrong_end': 0.5, 'unsorted': 0.15},
-  'value': {'wrong_file': 0.1, 'wrong_part': 0.15},
-  'rename': {'wrong_option': 0.35, 'wrong_file': 0.05},
-  'append': {'clobber': 0.65, 'wrong_file': 0.05},
-  'replace': {'first_only': 0.6, 'not_in_place': 0.15},
-  'delete_line': {'off_by_one': 0.1, 'not_in_place': 0.3},
-  'delete_matching': {'first_only': 0.7},
-  'save_count': {'wrong_option': 0.15, 'skipped_step': 0.25},
-  'set_value': {'swapped': 0.1, 'not_in_place': 0.25},
-  'into_folder': {'skipped_step': 0.3, 'wrong_option': 0.1},
-  'act_on_found': {
-    'wrong_pattern': 0.5,
-    'skipped_step': 0.15,
-    'wrong_option': 0.2,
-    'clobber': 0.3,
-  },
-  'act_on_extreme': {
-    'wrong_end': 0.4,
-    'unsorted': 0.1,
-    'skipped_step': 0.1,
-    'wrong_option': 0.2,
-    'clobber': 0.3,
-  },
-  'follow_notes': {'skipped_step': 0.5, 'wrong_option': 0.2, 'clobber': 0.3},
-  'fix_check': {'swapped': 0.15, 'not_in_place': 0.25},
-  'replace_in_found': {'first_only': 0.5, 'not_in_place': 0.15},
-} | {
-  family: dict.fromkeys(kind.mistakes, 0.04) for family, kind in steps.FAMILIES.items()
+  name: dict.fromkeys(family.mistakes, 0.04) for name, family in FAMILIES.items()
 }
 
 

@@ -19,7 +19,7 @@ from m2jax.tasks import terminal
 from tests.gateway.conftest import response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 
-SPEC = terminal.spec('train', 0, family='append')
+SPEC = terminal.spec('train', 0, family='steps_1')
 
 
 class Client:
