@@ -22,16 +22,17 @@ import numpy as np
 from benchmarks import rollout_workload as workload
 from benchmarks.rollout_worker import model_config
 from m2jax import startup
-from m2jax.rollout import handover
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.disaggregated import Disaggregated
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.handover import PART_PAGES
-from m2jax.rollout.prefill_engine import PrefillScheduler
-from m2jax.rollout.prefill_server import PrefillServer
-from m2jax.rollout.remote_prefill import RemotePrefills
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.disaggregation import handover
+from m2jax.rollout.disaggregation.decode_engine import Disaggregated
+from m2jax.rollout.disaggregation.handover import PART_PAGES
+from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
+from m2jax.rollout.disaggregation.prefill_server import PrefillServer
+from m2jax.rollout.disaggregation.remote_prefill import RemotePrefills
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import step as train_step
 
 SLOTS = 32

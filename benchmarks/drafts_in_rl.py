@@ -45,11 +45,12 @@ from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimiz
 from m2jax.records import Completion, Trajectory
 from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards
-from m2jax.rollout import drafting
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving import drafting
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import step as train_step
 
 FROZEN, CROSS_ENTROPY = 'frozen', 'cross-entropy'

@@ -48,9 +48,9 @@ from m2jax.records import Completion, Trajectory
 from m2jax.rl import estimators, rewards
 from m2jax.rl import learner as learner_lib
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import step as train_step
 
 SHORTEST, LONGEST, DIGITS = 2, 7, 12  # digits of a prompt, and how many there are

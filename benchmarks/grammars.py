@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from m2jax import config, model
-from m2jax.rollout import grammars
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving import grammars
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.text import tokenizer
 
 _REQUESTS = flags.DEFINE_integer('requests', 16, 'of a batch', lower_bound=2)

@@ -39,9 +39,9 @@ from benchmarks.kv_routing_trace import statistics as trace_statistics
 from m2jax import config as config_lib
 from m2jax.plan.chips import CHIPS
 from m2jax.plan.efficiency import CALIBRATED
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.routing_policies import POLICIES
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.routing.policies import POLICIES
+from m2jax.rollout.serving.config import SchedulerConfig
 
 ORACLES = ('best_response', 'oracle')
 _CALL_S = 2e-3  # of a call besides the device's work

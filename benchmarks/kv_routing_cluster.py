@@ -1,11 +1,11 @@
 """A discrete-event simulation of engine replicas behind a router, for agent sessions.
 
-The router's part is the real one: `rollout.fleet` with a policy of
-`rollout.routing_policies`, which learns rates and pages from the replicas' statistics
+The router's part is the real one: `routing.fleet` with a policy of
+`routing.policies`, which learns rates and pages from the replicas' statistics
 and journals as it would from engines. A replica is the engine's real Batcher over
 calls that cost time (`kv_routing_engine`).
 
-Time passes in ticks of the replicas, as in `rollout.scheduler`: what arrives during a
+Time passes in ticks of the replicas, as in `serving.scheduler`: what arrives during a
 tick is seen by the next, and a tick's tokens are delivered at its end.
 """
 
@@ -28,13 +28,13 @@ from benchmarks.kv_routing_engine import (
 )
 from benchmarks.kv_routing_trace import Session, Turn
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.batcher import TOTALS
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.fleet import Fleet, Prior, Sizes
-from m2jax.rollout.jobs import Job
-from m2jax.rollout.prefix_cache import PrefixCache
-from m2jax.rollout.routing_policies import Choice, Policy
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.routing.fleet import Fleet, Prior, Sizes
+from m2jax.rollout.routing.policies import Choice, Policy
+from m2jax.rollout.serving.batcher import TOTALS
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.jobs import Job
+from m2jax.rollout.tiers.prefix_cache import PrefixCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SimulatedReplica:
     self.arrived: list[Job] = []
 
   def stats(self) -> dict[str, float]:
-    """What `rollout.fleet` reads of `Scheduler.stats`."""
+    """What `routing.fleet` reads of `Scheduler.stats`."""
     return {key: self.batcher.counts[key] for key in TOTALS} | {
       'busy_s': self.busy_s,
       'migrated_tokens': self.migrated_tokens,
@@ -140,7 +140,7 @@ class Cluster:
     """Nothing runs yet.
 
     Args:
-      policy: one of `routing_policies`; with `global_knowledge` a function of the
+      policy: one of `routing.policies`; with `global_knowledge` a function of the
         cluster itself and the turn.
       shared: all replicas have one cache without bound.
     """

@@ -1,7 +1,7 @@
-"""An engine that takes time instead of computing, under the real `rollout.Batcher`.
+"""An engine that takes time instead of computing, under the real `Batcher`.
 
 Queue, page accounting, prefill plan, retraction and delivery are the engine's own
-(`rollout.batcher`, `rollout.sequences`, `rollout.prefix_cache`); only the device calls
+(`serving.batcher`, `serving.sequences`, `tiers.prefix_cache`); only the device calls
 are replaced. Each costs the time of `Times`, and responses are those of the trace: a
 request's seed is its number there.
 """
@@ -13,11 +13,11 @@ import types
 
 import numpy as np
 
-from m2jax.rollout.batcher import Batcher
-from m2jax.rollout.decode_state import LENGTH, RUNNING, Sampled
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.prefix_cache import PrefixCache
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.decode_state import LENGTH, RUNNING, Sampled
+from m2jax.rollout.serving.batcher import Batcher
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.tiers.prefix_cache import PrefixCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Times:
 
 
 class SimulatedEngine:
-  """`rollout.engine.Engine` for a Batcher, of one group.
+  """`rollout.Engine` for a Batcher, of one group.
 
   Attributes:
     spent_s: by its calls since the caller set it to 0.

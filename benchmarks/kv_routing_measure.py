@@ -23,9 +23,9 @@ from benchmarks.kv_routing_engine import Times
 from benchmarks.kv_routing_trace import TraceConfig
 from benchmarks.rollout_workload import CONTEXT, MODEL
 from m2jax import model
-from m2jax.rollout.decode_state import make_slots
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.decode_state import make_slots
+from m2jax.rollout.engine.engine import Engine
 
 _ROUNDS = 5
 SLOTS, STEPS = 16, 8

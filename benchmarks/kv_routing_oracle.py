@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.kv_routing_cluster import Cluster, SimulatedReplica
 from benchmarks.kv_routing_trace import Turn
-from m2jax.rollout.routing_policies import Choice
-from m2jax.rollout.sequences import State
+from m2jax.rollout.routing.policies import Choice
+from m2jax.rollout.serving.sequences import State
 
 
 def best_response(cluster: Cluster, turn: Turn) -> Choice:

@@ -18,7 +18,7 @@ import dataclasses
 
 import numpy as np
 
-from m2jax.rollout import page_chain
+from m2jax.rollout.tiers import page_chain
 
 _P99 = 2.326  # of the standard normal distribution
 

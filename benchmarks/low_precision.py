@@ -45,8 +45,8 @@ from m2jax.kernels.block_fp8 import weights
 from m2jax.layers import head
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.optim.schedules import ScheduleConfig
-from m2jax.rollout import forward
-from m2jax.rollout import pages as pages_lib
+from m2jax.rollout.engine import forward
+from m2jax.rollout.engine import pages as pages_lib
 from m2jax.train import step as train_step
 
 KINDS = {

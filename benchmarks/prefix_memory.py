@@ -29,10 +29,11 @@ from absl import flags
 
 from benchmarks import harness, rollout_worker
 from benchmarks import rollout_workload as workload
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.kv_pool.config import KvPoolConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
+from m2jax.rollout.tiers.config import KvPoolConfig
 from m2jax.train import step as train_step
 
 # A separate set: tests also import programs with flags of the same names.

@@ -28,10 +28,11 @@ from m2jax import platforms, sharding, startup
 from m2jax.checkpoint import huggingface
 from m2jax.config import ModelConfig
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.page_layout import Layout
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
+from m2jax.rollout.tiers.page_layout import Layout
 from m2jax.train import step as train_step
 
 ON_ALL_CORES = sharding.MeshConfig(expert=-1)

@@ -16,7 +16,7 @@ that arrive together, each drawing --new tokens:
 
   0         by an engine without modules: the baseline
   1, 2, 3   with that number of drafts in every step
-  adaptive  with as many as `rollout.drafting` chooses; in brackets its number of drafts
+  adaptive  with as many as `serving.drafting` chooses; in brackets its number of drafts
             at the end
 
 All sides take turns in each of --rounds rounds, so that other load on the machine
@@ -48,9 +48,10 @@ from m2jax.checkpoint import CheckpointManager
 from m2jax.config import ModelConfig
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import pretrain
 from m2jax.train import step as train_step
 from m2jax.train.loop import Run

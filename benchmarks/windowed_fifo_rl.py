@@ -49,9 +49,9 @@ from m2jax.records import Completion, Trajectory
 from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import step as train_step
 
 LONGEST, WORDS = 8, 8  # tokens of a code, and the words that codes are made of

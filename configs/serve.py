@@ -22,8 +22,8 @@ from experiments import fields
 from m2jax import sharding
 from m2jax.forge.remote.outside import RecordedConfig
 from m2jax.gateway.config import GatewayConfig
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:

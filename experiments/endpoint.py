@@ -16,8 +16,8 @@ from experiments import common, served
 from m2jax import agents
 from m2jax.forge import roles
 from m2jax.gateway.config import GatewayConfig
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.sharding import MeshConfig
 from m2jax_pipelines import records, suites
 

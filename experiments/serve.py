@@ -30,8 +30,8 @@ from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import outside, shared
 from m2jax.gateway.config import GatewayConfig
 from m2jax.pool.data_pool import DataPool, PoolBroken
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.sharding import MeshConfig
 from m2jax.tasks import demonstrations
 

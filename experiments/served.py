@@ -17,9 +17,9 @@ from m2jax.checkpoint import initial, policy
 from m2jax.checkpoint.huggingface import config as released
 from m2jax.forge import lead_engine, lead_weights
 from m2jax.forge.commands import Commands
-from m2jax.rollout import placement
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine import placement
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
 from m2jax.sharding import Sharding
 
 

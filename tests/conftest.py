@@ -85,7 +85,7 @@ _FIRST = (
   'forge/test_processes.py',
   'rl/test_mesh.py',
   'model/test_forest_chunks.py',
-  'rollout/test_mesh.py',
+  'rollout/engine/test_mesh.py',
   'sharding/test_distributed.py',
   'experiments/test_evaluate_mesh.py',
   'train/test_hosts.py',

@@ -432,7 +432,7 @@ law4.seed-in-training m2jax/gateway/sampling.py
 - stop_ids=stop_ids, top_logprobs=top_logprobs)
 + stop_ids=stop_ids, top_logprobs=top_logprobs, seed=asked.get('seed'))
 
-law4.version-of-each-token m2jax/rollout/sequences.py
+law4.version-of-each-token m2jax/rollout/serving/sequences.py
 - self.versions[row, position] = version
 + self.versions[row, position] = self.version[row]
 
@@ -440,7 +440,7 @@ law4.extends-same-reasoning m2jax/gateway/sessions.py
 - if node.tools == tools and node.reasoning == reasoning
 + if node.tools == tools
 
-law4.verified-random-stream m2jax/rollout/speculative.py
+law4.verified-random-stream m2jax/rollout/engine/speculative.py
 - how.counters + jnp.tile(jnp.arange(C), P)
 + how.counters + jnp.repeat(jnp.arange(C), P)
 

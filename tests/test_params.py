@@ -13,8 +13,8 @@ from m2jax.checkpoint.huggingface import names
 from m2jax.kernels import block_fp8
 from m2jax.layers import attention, block, head
 from m2jax.params import Kind, kind_of, kinds
-from m2jax.rollout import forward, modules
-from m2jax.rollout import pages as pages_lib
+from m2jax.rollout.engine import forward, modules
+from m2jax.rollout.engine import pages as pages_lib
 from tests import quick
 
 

@@ -15,8 +15,8 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import gnmr
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.sharding import MeshConfig
 from m2jax.tasks import TasksConfig, TeacherConfig
 from m2jax.train import sft

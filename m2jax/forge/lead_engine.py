@@ -21,14 +21,14 @@ import numpy as np
 from m2jax.config import ModelConfig
 from m2jax.forge.commands import Commands, Stopped
 from m2jax.forge.lead_weights import Numbers
-from m2jax.rollout.decode_state import DecodeState, Drafted, Sampled, Slots
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import EngineLost
+from m2jax.rollout.api import EngineLost
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.decode_state import DecodeState, Drafted, Sampled, Slots
+from m2jax.rollout.engine.engine import Engine
 
 
 class LeadEngine:
-  """`rollout.engine.Engine` for process 0's scheduler; see there.
+  """`rollout.Engine` for process 0's scheduler; see there.
 
   Attributes:
     moves_pages, keeps_contexts, waits_for_tokens: see Engine.

@@ -31,7 +31,7 @@ from m2jax.pool import data_pool, work_queue
 from m2jax.records import Completion
 from m2jax.rl import agreement, rewards
 from m2jax.rl import learner as learner_lib
-from m2jax.rollout import drafting
+from m2jax.rollout.serving import drafting
 from m2jax.train import stopping
 from m2jax.train.step import Skips
 

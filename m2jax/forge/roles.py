@@ -15,8 +15,10 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import Completion
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.api import Serving
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.text.tokenizer import Tokenizer
 
 
@@ -32,7 +34,7 @@ class Rollouts:
 
   config: RolloutConfig
   pool: DataPool
-  scheduler: Scheduler
+  scheduler: Serving
   gateway: Gateway
   runner: episodes.Runner
   leased: bool = False
@@ -48,7 +50,7 @@ def serving(
   record: Callable[[Completion], None],
   version: int = 0,
   before_start: Callable[[Gateway], None] = lambda server: None,
-) -> Iterator[tuple[Scheduler, Gateway]]:
+) -> Iterator[tuple[Serving, Gateway]]:
   """Runs the engine and the gateway while the context is open.
 
   Args:

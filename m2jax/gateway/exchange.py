@@ -1,47 +1,17 @@
-"""Records of a completion in progress, and the engine's interface."""
+"""Records of a completion in progress."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 
 from m2jax.gateway import prompts, protocol, sessions
 from m2jax.records import CALL_PREFIX, COMPLETION_PREFIX, Completion
-from m2jax.rollout.api import GenerateRequest, GenerateResult, NewTokens
+from m2jax.rollout.api import Handle
 from m2jax.text import chat
-
-
-class Handle(Protocol):
-  """A request in the engine."""
-
-  future: concurrent.futures.Future[GenerateResult]
-
-  def cancel(self): ...
-
-
-class Engine(Protocol):
-  """The interface of a rollout engine, such as `rollout.scheduler`.
-
-  Attributes:
-    alive: whether requests are being served.
-    context_tokens: maximum tokens of a prompt and its response together.
-  """
-
-  alive: bool
-  context_tokens: int
-
-  def submit(
-    self,
-    request: GenerateRequest,
-    on_tokens: Callable[[NewTokens], None] | None = None,
-  ) -> Handle: ...
-
-  def stats(self) -> dict[str, Any]: ...
-
 
 # Gets every finished completion. A future that it returns is done when the record is
 # durable; the response waits for it.

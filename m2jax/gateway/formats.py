@@ -1,7 +1,7 @@
 """What a response must be: content of a JSON schema, or a call of one of some tools.
 
 Each dialect has its own form of both (`of` reads what they have in common, `tool_call`
-is for `tool_choice`); the engine gets a grammar (`rollout.grammars`). It bends the
+is for `tool_choice`); the engine gets a grammar (`serving.grammars`). It bends the
 sampled distribution, so that training sessions refuse it. The schema does not become
 part of the prompt: the client describes what it wants there, as with the real services.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 from m2jax.gateway import fields
 from m2jax.gateway.errors import invalid, unsupported
-from m2jax.rollout import grammars
 from m2jax.rollout.api import Grammar
+from m2jax.rollout.serving import grammars
 from m2jax.text.tokenizer import Tokenizer
 
 MAX_SCHEMA_CHARACTERS = 64 << 10

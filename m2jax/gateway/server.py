@@ -16,9 +16,10 @@ import fastapi
 
 from m2jax.gateway import app, episodes_api, session_api, sessions
 from m2jax.gateway.config import GatewayConfig
-from m2jax.gateway.exchange import Engine, Record
+from m2jax.gateway.exchange import Record
 from m2jax.gateway.listener import Listener
 from m2jax.gateway.service import ChatService
+from m2jax.rollout.api import Serving
 from m2jax.text.tokenizer import Tokenizer
 
 
@@ -35,7 +36,7 @@ class Gateway:
     self,
     config: GatewayConfig,
     tokenizer: Tokenizer,
-    engine: Engine,
+    engine: Serving,
     record: Record,
     remote: session_api.RemoteSessions | None = None,
   ):

@@ -25,14 +25,16 @@ from m2jax.gateway import deltas, formats, prompts, readers, sampling, sessions
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, ContextTooLong, invalid, too_large
-from m2jax.gateway.exchange import Answer, Engine, Handle, Pending, Record
+from m2jax.gateway.exchange import Answer, Pending, Record
 from m2jax.records import COMPLETION_PREFIX, Completion
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
   GrammarError,
+  Handle,
   NewTokens,
   PromptTooLong,
+  Serving,
 )
 
 _EPOCH_S = time.time() - time.monotonic()
@@ -53,7 +55,7 @@ class ChatService:
     self,
     config: GatewayConfig,
     tokenizer,
-    engine: Engine,
+    engine: Serving,
     record: Record,
     open_sessions: sessions.Sessions,
   ):

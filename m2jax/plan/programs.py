@@ -26,9 +26,9 @@ from m2jax.optim import gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
 from m2jax.rl import estimators, learner
-from m2jax.rollout import forward, placement
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine import forward, placement
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
 from m2jax.train import chunks
 from m2jax.train import step as train_step
 

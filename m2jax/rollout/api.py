@@ -1,14 +1,18 @@
-"""Records between the gateway and the rollout engine (DESIGN §3): plain, serialisable.
+"""What serves the policy, and the records of a request: plain, serialisable.
 
-A completion is `(prompt tokens, response tokens)`; every response token carries the
-log-probability it was sampled with and the policy version that sampled it (law 4).
+`Serving` is the interface between those who need completions (gateway, Forge) and what
+makes them, in this process or in another (DESIGN §3). A completion is `(prompt tokens,
+response tokens)`; every response token carries the log-probability it was sampled with
+and the policy version that sampled it (law 4).
 """
 
 from __future__ import annotations
 
+import abc
+import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -50,7 +54,7 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-  """A compiled grammar, such as `text.grammars.Grammar`, of the engine's vocabulary."""
+  """A compiled grammar of the engine's vocabulary, as `serving.grammars` makes it."""
 
   def start(self) -> Matcher:
     """A position before the first token of a response."""
@@ -168,3 +172,100 @@ class GenerateResult(ByValue):
     default=None, compare=False, repr=False
   )
   cached_tokens: int | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+  """A request in progress.
+
+  Attributes:
+    future: gives a GenerateResult or raises EngineError. Its own `cancel` has no
+      effect.
+    cancel: finishes the request with the tokens so far and finish_reason 'cancelled';
+      no effect on a finished request.
+  """
+
+  future: concurrent.futures.Future[GenerateResult]
+  cancel: Callable[[], None]
+
+
+class PageEvent(NamedTuple):
+  """A change in the cached pages of an engine.
+
+  Attributes:
+    kind: 'stored', 'evicted', or 'cleared' if all pages were forgotten.
+    digest: of the page (`tiers.page_chain`); empty for 'cleared'.
+    version: of the policy whose weights computed the page.
+  """
+
+  kind: str
+  digest: bytes = b''
+  version: int = 0
+
+
+class Serving(Protocol):
+  """Serves requests with the policy's weights; all methods from any thread.
+
+  One engine (`serving.scheduler.Scheduler`), one for prompts and one for responses
+  (`disaggregation.decode_engine.Disaggregated`), several replicas
+  (`routing.router.Router`), or one in another process
+  (`forge.remote.engine_client.RemoteScheduler`).
+  """
+
+  @property
+  @abc.abstractmethod
+  def context_tokens(self) -> int:
+    """Maximum tokens of a prompt and its response together."""
+
+  @property
+  @abc.abstractmethod
+  def alive(self) -> bool:
+    """Whether requests are being served."""
+
+  @property
+  @abc.abstractmethod
+  def stopped_reason(self) -> str | None:
+    """Why requests are not being served; None while they are."""
+
+  @abc.abstractmethod
+  def start(self) -> Serving:
+    """Starts to serve; returns itself."""
+
+  @abc.abstractmethod
+  def stop(self) -> None:
+    """Stops for good; unfinished requests fail."""
+
+  @abc.abstractmethod
+  def submit(
+    self,
+    request: GenerateRequest,
+    on_tokens: Callable[[NewTokens], None] | None = None,
+  ) -> Handle:
+    """Queues a request.
+
+    Args:
+      on_tokens: called with new tokens as they are drawn, a few at a time, from the
+        engine's thread; must return quickly. The future resolves after its last call.
+
+    Raises:
+      PromptTooLong: the prompt leaves no room for a response.
+      ValueError: a field is out of range; the message names it.
+      EngineError: it has stopped.
+    """
+
+  @abc.abstractmethod
+  def update_weights(self, variables: Any, version: int) -> None:
+    """Replaces the weights between two device calls; requests in flight continue.
+
+    Raises:
+      ValueError: version does not increase, or shapes or dtypes differ from before.
+      EngineError: it takes weights from elsewhere.
+    """
+
+  @abc.abstractmethod
+  def stats(self) -> dict[str, Any]:
+    """A cheap snapshot of the state, and totals since the start: `Scheduler.stats`."""
+
+  @abc.abstractmethod
+  def page_events(self) -> Sequence[PageEvent]:
+    """What has changed in the cached pages since the last call; for one reader."""

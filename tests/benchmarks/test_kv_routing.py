@@ -16,15 +16,15 @@ from benchmarks.kv_routing_cluster import Cluster, ClusterConfig, summary
 from benchmarks.kv_routing_engine import Times
 from benchmarks.kv_routing_oracle import best_response, first_token_s
 from benchmarks.kv_routing_trace import Session, TraceConfig, Turn
-from m2jax.rollout import page_chain
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.router import Router
-from m2jax.rollout.router_config import RouterConfig
-from m2jax.rollout.routing_policies import POLICIES, Choice
-from m2jax.rollout.scheduler import Scheduler
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.routing.config import RouterConfig
+from m2jax.rollout.routing.policies import POLICIES, Choice
+from m2jax.rollout.routing.router import Router
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
+from m2jax.rollout.tiers import page_chain
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, init
 
 TRACE = TraceConfig(

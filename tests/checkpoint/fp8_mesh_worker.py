@@ -16,8 +16,8 @@ from m2jax import forest, model, sharding
 from m2jax.checkpoint import huggingface
 from m2jax.config import Matmuls
 from m2jax.kernels import block_fp8
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
 from m2jax.sharding import PRESETS, MeshConfig, Sharding
 
 ROWS, CONTEXT = 2, 128  # whole tiles along tokens on each device

@@ -29,7 +29,7 @@ from m2jax.optim import optimizer
 from m2jax.params import Kind
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rl.rewards import RewardConfig
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine.config import EngineConfig
 from m2jax.train.expand_mtp import ExpandConfig
 from m2jax.train.sft import SftConfig
 from m2jax.train.stages import PretrainConfig

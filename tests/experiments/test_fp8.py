@@ -19,7 +19,7 @@ from m2jax.kernels import block_fp8
 from m2jax.kernels.block_fp8 import blocks as blocks_lib
 from m2jax.kernels.block_fp8 import weights
 from m2jax.pool.data_pool import DataPool
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine.config import EngineConfig
 from m2jax.sharding import ONE_DEVICE
 from m2jax.text import tokenizer
 from tests import quick

@@ -17,8 +17,8 @@ import pytest
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.observe import metrics
-from m2jax.rollout import decode_calls
 from m2jax.rollout.api import GenerateRequest
+from m2jax.rollout.serving import decode_calls
 from tests.forge.remote.conftest import engine, variables
 from tests.gateway.test_errors import ANSWER, OK, assert_serves, post
 from tests.rollout import conftest as rollout

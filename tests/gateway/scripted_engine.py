@@ -129,5 +129,8 @@ class ScriptedEngine:
   def stats(self):
     return {'policy_version': self.version, 'active_slots': 0}
 
+  def page_events(self):
+    return ()
+
   def close(self):
     self._pool.shutdown()

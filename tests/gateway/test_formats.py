@@ -11,9 +11,10 @@ import pytest
 
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
-from m2jax.rollout import grammars
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving import grammars
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from tests.gateway import clients
 from tests.gateway.conftest import HTTP
 from tests.rollout import constrained

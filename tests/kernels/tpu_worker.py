@@ -26,7 +26,7 @@ from m2jax.kernels import (
   tree_attention,
 )
 from m2jax.kernels.token_logprobs import token_logprobs, top_k_logprobs
-from m2jax.rollout.pages import Pages
+from m2jax.rollout.engine.pages import Pages
 
 M2 = config.m2()
 

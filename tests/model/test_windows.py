@@ -15,7 +15,7 @@ import pytest
 
 from m2jax import config as config_lib
 from m2jax import forest, params
-from m2jax.rollout import forward, pages
+from m2jax.rollout.engine import forward, pages
 from tests.model import test_forest_equivalence as exact
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -34,9 +34,9 @@ def expected(cfg, variables, tokens):
 def served(cfg, variables, tokens, mesh):
   """The same by the engine's calls, two chunks and one step."""
   from m2jax import sharding
-  from m2jax.rollout import decode_state
-  from m2jax.rollout.engine import Engine
-  from m2jax.rollout.engine_config import EngineConfig
+  from m2jax.rollout.engine import decode_state
+  from m2jax.rollout.engine.config import EngineConfig
+  from m2jax.rollout.engine.engine import Engine
 
   where = sharding.make(sharding.MeshConfig(**mesh, rules='serve'))
   groups = where.size('rows')
@@ -62,7 +62,7 @@ def served(cfg, variables, tokens, mesh):
   how.token[:] = np.asarray(tokens)[np.arange(ROWS), LENGTHS]
   rows = np.tile(np.arange(slots, dtype=np.int32), groups)
   state = engine.admit(state, rows, np.full(groups, slots, np.int32), how)
-  _, result = engine.generate(weights, state)
+  _, result = engine.generate_step(weights, state)
   return np.asarray(result.data)[:, 0], np.asarray(result.log_prob)[:, 0]
 
 

@@ -13,8 +13,9 @@ import pytest
 from m2jax import forest, model, records
 from m2jax.rl import agreement, learner, rewards, samples
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.train import step as train_step
 from tests.rollout import conftest as small
 

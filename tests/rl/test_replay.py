@@ -23,9 +23,10 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.pool import data_pool
 from m2jax.rl import learner, rewards, samples
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.text import tokenizer
 from m2jax.train import step as train_step
 from tests.rollout import conftest as small

@@ -12,9 +12,11 @@ import pytest
 
 from m2jax import model
 from m2jax.config import ModelConfig
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.jetstream.calls import EngineApi
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from tests import quick
 
 CONTEXT = 48
@@ -121,8 +123,9 @@ def reference():
 
 @pytest.fixture(scope='session')
 def engine():
-  """The one of most tests; it records experts, so that there is one to compile."""
-  return Engine(CFG, RECORDING)
+  """The one of most tests; it records experts and has JetStream's calls, so that there
+  is one to compile."""
+  return EngineApi(CFG, RECORDING)
 
 
 @pytest.fixture(scope='session')

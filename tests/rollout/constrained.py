@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import json
 
-from m2jax.rollout import grammars
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.serving import grammars
 from m2jax.text import tokenizer
 from tests import quick
 from tests.rollout import conftest

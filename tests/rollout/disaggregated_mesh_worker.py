@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from m2jax import platforms, sharding
-from m2jax.rollout.disaggregated import Disaggregated
-from m2jax.rollout.handover import HandoverConfig
-from m2jax.rollout.prefill_engine import PrefillScheduler
-from m2jax.rollout.scheduler import Scheduler
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.disaggregation.decode_engine import Disaggregated
+from m2jax.rollout.disaggregation.handover import HandoverConfig
+from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from tests import quick
 from tests.rollout import mesh_worker
 

@@ -25,8 +25,8 @@ from jetstream.core import orchestrator
 from jetstream.core.proto import jetstream_pb2
 from jetstream.engine import tokenizer_api
 
-from m2jax.rollout import jetstream
-from m2jax.rollout.engine import Engine
+from m2jax.rollout.jetstream import adapter
+from m2jax.rollout.jetstream.calls import EngineApi
 from tests.rollout import conftest
 
 
@@ -47,8 +47,8 @@ async def main(prompts, max_tokens, out):
   variables = conftest.init(0)
   # The driver has no sampling parameters: sharp weights make its draws greedy.
   variables['params']['head'] = variables['params']['head'] * 1e5
-  engine = jetstream.JetStreamEngine(
-    Engine(conftest.CFG, conftest.ENGINE_CONFIG), variables, Ids()
+  engine = adapter.JetStreamEngine(
+    EngineApi(conftest.CFG, conftest.ENGINE_CONFIG), variables, Ids()
   )
   driver = orchestrator.Driver(
     prefill_engines=[engine],

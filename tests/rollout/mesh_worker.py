@@ -19,14 +19,16 @@ import jax
 import numpy as np
 
 from m2jax import platforms, sharding
-from m2jax.rollout import placement, sequences
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.batcher import Batcher
-from m2jax.rollout.decode_state import make_slots
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.jobs import Job
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.engine import placement
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.decode_state import make_slots
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.jetstream.calls import EngineApi
+from m2jax.rollout.serving import sequences
+from m2jax.rollout.serving.batcher import Batcher
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.jobs import Job
 from tests import quick
 from tests.sharding import small
 
@@ -55,7 +57,7 @@ def make_engine(
     decode_rows=tuple(groups * rows for rows in config.decode_rows),
     prefill_shapes=tuple((groups * rows, c) for rows, c in config.prefill_shapes),
   )
-  engine = Engine(cfg, whole, where)
+  engine = EngineApi(cfg, whole, where)
   assert engine.config == config
   return engine
 
@@ -159,7 +161,7 @@ def from_host(engine: Engine, weights) -> dict[str, Any]:
   }
 
 
-def jetstream(engine: Engine, weights) -> dict[str, Any]:
+def jetstream(engine: EngineApi, weights) -> dict[str, Any]:
   """What JetStream's calls return, of slots of the first group and the last."""
   state, out = engine.init_decode_state(), {}
   tokens = np.random.default_rng(1).integers(88, size=(2, 8))
@@ -227,7 +229,7 @@ def run(case: Case) -> dict[str, Any]:
   worst = max(errors, key=errors.get)
   pages = engine.init_decode_state().pages
   down = weights['params']['layers']
-  down = down[0]['down'] if isinstance(down, tuple) else down['down'][0]
+  down = down[0]['down'] if isinstance(down, list) else down['down'][0]
   return {
     'differing': differing,
     'worst': [worst, errors[worst]],

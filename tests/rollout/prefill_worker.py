@@ -14,9 +14,9 @@ import time
 import numpy as np
 
 from m2jax import platforms
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.prefill_engine import PrefillScheduler
-from m2jax.rollout.prefill_server import PrefillServer
+from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
+from m2jax.rollout.disaggregation.prefill_server import PrefillServer
+from m2jax.rollout.engine.engine import Engine
 from tests.rollout import conftest as small
 
 

@@ -6,10 +6,8 @@ import concurrent.futures
 
 import numpy as np
 
-from m2jax.rollout.api import EngineError, GenerateResult, NewTokens
-from m2jax.rollout.batcher import TOTALS
-from m2jax.rollout.page_journal import Event
-from m2jax.rollout.scheduler import Handle
+from m2jax.rollout.api import EngineError, GenerateResult, Handle, NewTokens, PageEvent
+from m2jax.rollout.serving.batcher import TOTALS
 
 
 class FakeReplica:
@@ -27,7 +25,7 @@ class FakeReplica:
     self.published: list[int] = []
     self.version, self.alive, self.stopped_reason = version, True, None
     self.cancelled: list[int] = []
-    self.events: list[Event] = []
+    self.events: list[PageEvent] = []
     self._stats = dict(
       pages=8, page_tokens=4, slots=2, prefill_budget_tokens=16, decode_steps=2
     )
@@ -75,7 +73,7 @@ class FakeReplica:
     totals = dict.fromkeys(TOTALS, 0)
     return totals | self._stats | {'policy_version': self.version, 'queue_length': 1}
 
-  def page_events(self) -> list[Event]:
+  def page_events(self) -> list[PageEvent]:
     events, self.events = self.events, []
     return events
 

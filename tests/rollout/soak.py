@@ -35,10 +35,11 @@ import numpy as np
 
 from m2jax import platforms
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.kv_pool.config import KvPoolConfig
-from m2jax.rollout.page_layout import Layout
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
+from m2jax.rollout.tiers.config import KvPoolConfig
+from m2jax.rollout.tiers.page_layout import Layout
 from tests import row_model
 from tests.rollout import conftest as small
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from m2jax import platforms, sharding
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.scheduler import Scheduler, SchedulerConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.config import SchedulerConfig
+from m2jax.rollout.serving.scheduler import Scheduler
 from tests import quick
 from tests.rollout import mesh_worker
 

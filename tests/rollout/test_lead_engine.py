@@ -10,9 +10,8 @@ import pytest
 
 from m2jax.forge import lead_engine, lead_weights
 from m2jax.forge.commands import Stopped
-from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.scheduler import EngineLost
-from tests.rollout.test_engine import prompt
+from m2jax.rollout.api import EngineLost, GenerateRequest, SamplingParams
+from tests.rollout.engine.test_engine import prompt
 
 TIMEOUT_S = 120
 

@@ -9,9 +9,9 @@ import urllib.parse
 from m2jax.checks import require
 from m2jax.forge.remote.engine_client import RemoteConfig
 from m2jax.forge.remote.engine_server import EngineServerConfig
-from m2jax.rollout.handover import HandoverConfig
-from m2jax.rollout.handover_wire import Address
-from m2jax.rollout.router_config import RouterConfig
+from m2jax.rollout.disaggregation.handover import HandoverConfig
+from m2jax.rollout.disaggregation.wire import Address
+from m2jax.rollout.routing.config import RouterConfig
 from m2jax.sharding import MeshConfig
 
 
@@ -31,7 +31,7 @@ class RolesConfig:
       which the learner makes.
     engine_server: the engine's HTTP server.
     engine_client: how the gateway uses an engine.
-    router: how the gateway uses several (`rollout.router`).
+    router: how the gateway uses several (`rollout.routing`).
     prefill_address: of a prefill engine that the engines use, `tcp:HOST:PORT` or
       `unix:PATH`; '': they compute their prompts themselves.
     handover: how they use it.

@@ -26,11 +26,12 @@ from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine_server import EngineServer
 from m2jax.records import policy_version
-from m2jax.rollout import handover
-from m2jax.rollout.disaggregated import Disaggregated
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.remote_prefill import RemotePrefills
-from m2jax.rollout.scheduler import Scheduler
+from m2jax.rollout.api import Serving
+from m2jax.rollout.disaggregation import handover
+from m2jax.rollout.disaggregation.decode_engine import Disaggregated
+from m2jax.rollout.disaggregation.remote_prefill import RemotePrefills
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler
 from m2jax.sharding import Sharding
 
 _POLL_S = 1.0
@@ -48,7 +49,7 @@ class Follower:
     self,
     reader: published.Reader,
     version: published.Version,
-    scheduler: Scheduler,
+    scheduler: Serving,
     like,
   ):
     self.version, self.error = version, None
@@ -129,7 +130,7 @@ def load_first(reader: published.Reader, like) -> tuple[published.Version, objec
 
 def make_scheduler(
   config: ForgeConfig, engine: Any, variables, version: int, key: str
-) -> Scheduler:
+) -> Serving:
   """Serves on the engine, with the prefill engine of the run if there is one."""
   address, how = config.roles.prefill_address, config.roles.handover
   if address and not engine.moves_pages:

@@ -1,4 +1,4 @@
-"""A rollout engine in another process, used as `rollout.scheduler.Scheduler` is.
+"""A rollout engine in another process that serves as one in this process does.
 
 Every request is an HTTP request of its own, over connections that stay open. A request
 that is in flight when the engine ends fails with EngineError, and so do new ones until
@@ -24,11 +24,17 @@ from absl import logging
 from m2jax.agents import http
 from m2jax.checks import require
 from m2jax.forge.remote import wire
-from m2jax.rollout import requests
-from m2jax.rollout.api import GenerateRequest, NewTokens
-from m2jax.rollout.engine_config import EngineConfig
-from m2jax.rollout.page_journal import Event, PageJournal
-from m2jax.rollout.scheduler import EngineError, Handle
+from m2jax.rollout.api import (
+  EngineError,
+  GenerateRequest,
+  Handle,
+  NewTokens,
+  PageEvent,
+  Serving,
+)
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.serving import requests
+from m2jax.rollout.tiers.page_journal import PageJournal
 
 _FRAME_LIMIT_BYTES = 1 << 31  # expert ids of a long context
 
@@ -66,8 +72,8 @@ class _Job:
   known: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
-class RemoteScheduler:
-  """The engine at a URL. `start` and `stop` once; other methods from any thread."""
+class RemoteScheduler(Serving):
+  """The engine at a URL. `start` and `stop` once."""
 
   def __init__(
     self,
@@ -121,26 +127,29 @@ class RemoteScheduler:
 
   @property
   def context_tokens(self) -> int:
-    """Maximum tokens of a prompt and its response together."""
     return self._engine.context_tokens
 
   @property
   def alive(self) -> bool:
     """Whether the engine answered the last request for its statistics."""
-    return self._down is None
+    return self.stopped_reason is None
 
   @property
   def stopped_reason(self) -> str | None:
     """Why the engine could not be reached, if it could not."""
-    return self._down
+    return 'it was stopped' if self._stopped else self._down
 
   def stats(self) -> dict[str, Any]:
     """The engine's statistics when it last answered; empty before."""
     return self._stats
 
-  def page_events(self) -> list[Event]:
-    """What is known to have changed in its cached pages since the last call."""
+  def page_events(self) -> list[PageEvent]:
+    """The changes that the engine has reported so far."""
     return self._journal.read()
+
+  def update_weights(self, variables: Any, version: int) -> None:
+    """Fails: the engine takes the weights that the learner publishes."""
+    raise EngineError(f'{self._url} takes new weights from where they are published')
 
   def wait(self, timeout_s: float) -> bool:
     """Waits until the engine answers; False after the timeout."""
@@ -154,13 +163,6 @@ class RemoteScheduler:
     request: GenerateRequest,
     on_tokens: Callable[[NewTokens], None] | None = None,
   ) -> Handle:
-    """Sends a request; see `Scheduler.submit`. The future may raise EngineError.
-
-    Raises:
-      PromptTooLong: the prompt leaves no room for a response.
-      ValueError: a field is out of range; the message names it.
-      EngineError: it has been stopped.
-    """
     requests.check(request, self._vocab_size, self._engine)
     if request.grammar is not None:
       raise ValueError('grammar: an engine in another process takes none')

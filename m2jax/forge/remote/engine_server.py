@@ -30,9 +30,7 @@ from m2jax.gateway import hosts, receiving, streaming
 from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.gateway.listener import Listener
-from m2jax.rollout import replica_stats
-from m2jax.rollout.api import NewTokens
-from m2jax.rollout.scheduler import EngineError
+from m2jax.rollout.api import EngineError, NewTokens, Serving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +70,11 @@ class EngineServerConfig:
 class EngineServer:
   """Serves a scheduler; a context manager."""
 
-  def __init__(self, config: EngineServerConfig, scheduler: Any, key: str = ''):
+  def __init__(self, config: EngineServerConfig, scheduler: Serving, key: str = ''):
     """Prepares the server.
 
     Args:
-      scheduler: a `rollout.scheduler.Scheduler`, or what has its methods.
+      scheduler: what serves the requests; has been started.
       key: the shared secret; '' needs none.
 
     Raises:
@@ -110,13 +108,13 @@ class _Application:
   """The ASGI application."""
 
   def __init__(
-    self, config: EngineServerConfig, scheduler: Any, key: str, counters: Counters
+    self, config: EngineServerConfig, scheduler: Serving, key: str, counters: Counters
   ):
     self._config, self._scheduler, self._key = config, scheduler, key
     self._counters = counters
     self._bodies = receiving.Bodies(config.max_unfinished_bytes)
     self._running: dict[str, Any] = {}  # handles by id
-    self._pages_log = PageLog(functools.partial(replica_stats.page_events, scheduler))
+    self._pages_log = PageLog(scheduler.page_events)
     self._routes = {
       ('POST', '/generate'): self._generate,
       ('POST', '/cancel'): self._cancel,

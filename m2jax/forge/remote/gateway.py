@@ -22,7 +22,8 @@ from m2jax.forge.remote.outside import Leased
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
 from m2jax.pool.data_pool import DataPool
-from m2jax.rollout.router import Router
+from m2jax.rollout.api import Serving
+from m2jax.rollout.routing.router import Router
 
 
 def recorder(pool: DataPool):
@@ -40,7 +41,7 @@ def recorder(pool: DataPool):
 
 
 @contextlib.contextmanager
-def engines(config: ForgeConfig, key: str) -> Iterator[RemoteScheduler | Router]:
+def engines(config: ForgeConfig, key: str) -> Iterator[Serving]:
   """The engines at `config.roles.engine_urls` as one; none has to serve yet."""
   roles = config.roles
   with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from m2jax.rollout.page_journal import Event
+from m2jax.rollout.api import PageEvent
 
 
 class Pages(NamedTuple):
@@ -27,16 +27,16 @@ class Pages(NamedTuple):
 
   epoch: str
   next: int
-  events: Sequence[Event]
+  events: Sequence[PageEvent]
 
 
 class PageLog:
   """The latest events of a journal, up to `most`. Not thread-safe."""
 
-  def __init__(self, read: Callable[[], Sequence[Event]], most: int = 1 << 16):
+  def __init__(self, read: Callable[[], Sequence[PageEvent]], most: int = 1 << 16):
     """Reads nothing yet; `read` returns what is new in the journal."""
     self._read, self._epoch = read, uuid.uuid4().hex
-    self._events: collections.deque[Event] = collections.deque(maxlen=most)
+    self._events: collections.deque[PageEvent] = collections.deque(maxlen=most)
     self._next = 0
 
   def after(self, epoch: str, number: int) -> Pages:
@@ -46,7 +46,7 @@ class PageLog:
     if epoch == self._epoch and first <= number <= self._next:
       events = list(itertools.islice(self._events, number - first, None))
     else:
-      events = [Event('cleared'), *self._events]
+      events = [PageEvent('cleared'), *self._events]
     return Pages(self._epoch, self._next, events)
 
   def _take(self) -> None:

@@ -1,7 +1,7 @@
 """The prefill engine's role: computes prompts for the engines of the run.
 
 It never draws a token. An engine that takes new weights names their version, and this
-process reads it from the published ones (`rollout.prefill_server`).
+process reads it from the published ones (`rollout.disaggregation.prefill_server`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.remote import shared
 from m2jax.forge.remote.engine import load_first, number
-from m2jax.rollout.engine import Engine
-from m2jax.rollout.prefill_engine import PrefillScheduler
-from m2jax.rollout.prefill_server import PrefillServer
+from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
+from m2jax.rollout.disaggregation.prefill_server import PrefillServer
+from m2jax.rollout.engine.engine import Engine
 
 _POLL_S = 1.0
 

@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 
 from m2jax.forge.remote.page_log import Pages
-from m2jax.rollout import page_chain
 from m2jax.rollout.api import (
   GenerateRequest,
   GenerateResult,
   NewTokens,
+  PageEvent,
   SamplingParams,
 )
-from m2jax.rollout.page_journal import Event
+from m2jax.rollout.tiers import page_chain
 
 # Kinds of frames: new tokens, the result, an error (JSON), and a sign of life.
 TOKENS, RESULT, ERROR, ALIVE = b'T', b'R', b'E', b'A'
@@ -171,10 +171,10 @@ def decode_pages(data: bytes) -> Pages:
     raise Malformed(f'not changes of pages: {error!r}') from error
 
 
-def _event(kind: int, version: int, digest: np.ndarray) -> Event:
+def _event(kind: int, version: int, digest: np.ndarray) -> PageEvent:
   if (name := _EVENTS[kind]) == 'cleared':
-    return Event(name)
-  return Event(name, digest.tobytes(), version)
+    return PageEvent(name)
+  return PageEvent(name, digest.tobytes(), version)
 
 
 def frame(kind: bytes, payload: bytes = b'') -> bytes:

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax.forge.remote import engine_client, engine_server, page_log, wire
-from m2jax.rollout import page_chain
 from m2jax.rollout.api import (
+  EngineError,
   GenerateRequest,
   GenerateResult,
+  PageEvent,
   PromptTooLong,
   SamplingParams,
 )
-from m2jax.rollout.page_journal import Event
-from m2jax.rollout.router import Router
-from m2jax.rollout.router_config import RouterConfig
-from m2jax.rollout.scheduler import EngineError
+from m2jax.rollout.routing.config import RouterConfig
+from m2jax.rollout.routing.router import Router
+from m2jax.rollout.tiers import page_chain
 from tests import processes
 from tests.gateway.scripted_engine import ScriptedEngine
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
@@ -220,7 +220,8 @@ def test_pages_are_those_of_the_journal(connect, serve):
   chain = page_chain.chain(tokens, ENGINE_CONFIG.page_tokens)
   found = []
   wait_until(lambda: found.extend(client.page_events()) or len(found) > 2)
-  assert found == [Event('cleared'), *(Event('stored', digest) for digest in chain)]
+  stored = [PageEvent('stored', digest) for digest in chain]
+  assert found == [PageEvent('cleared'), *stored]
   read, lost = client._read_pages, [1]
 
   async def read_again():  # as if the last answer had been lost
@@ -243,13 +244,13 @@ def test_a_bounded_log_misses_nothing_unsaid(sizes, most):
   new, made, known, reader = [], 0, [], ('', 0)
   log = page_log.PageLog(lambda: [new.pop(0) for _ in range(len(new))], most)
   for size in sizes:
-    new.extend(Event('stored', bytes([i])) for i in range(made, made + size))
+    new.extend(PageEvent('stored', bytes([i])) for i in range(made, made + size))
     made += size
     pages = log.after(*reader)
     assert wire.decode_pages(wire.encode_pages(pages)).next == pages.next == made
     reader = pages.epoch, pages.next
     events = list(pages.events)
-    if events[:1] == [Event('cleared')]:
+    if events[:1] == [PageEvent('cleared')]:
       known, events = [], events[1:]
       assert len(events) == min(most, made)
     known += [event.digest[0] for event in events]

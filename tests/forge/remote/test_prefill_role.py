@@ -15,8 +15,8 @@ from m2jax.forge.remote import config as config_lib
 from m2jax.forge.remote import engine as engine_role
 from m2jax.forge.remote import prefill as prefill_role
 from m2jax.rollout.api import GenerateRequest, SamplingParams
-from m2jax.rollout.handover import HandoverConfig
-from m2jax.rollout.scheduler_config import SchedulerConfig
+from m2jax.rollout.disaggregation.handover import HandoverConfig
+from m2jax.rollout.serving.config import SchedulerConfig
 from tests import processes
 from tests.forge.forge_worker import config as run_config
 from tests.forge.remote.test_agents import wait_until

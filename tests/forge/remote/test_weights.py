@@ -26,7 +26,7 @@ from m2jax.gateway.server import Gateway
 from m2jax.pool.data_pool import DataPool
 from m2jax.pool.work_queue import WorkQueue
 from m2jax.records import policy_version
-from m2jax.rollout.engine_config import EngineConfig
+from m2jax.rollout.engine.config import EngineConfig
 from tests.forge import forge_worker
 from tests.forge.remote.test_agents import wait_until
 from tests.gateway.conftest import response_text
