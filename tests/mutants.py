@@ -392,9 +392,9 @@ law2.first-token-has-no-loss m2jax/forest/merging.py tests/train/test_step.py
 - prompt_length=min(1, len(d))
 + prompt_length=0
 
-law2.mtp-hidden-keys m2jax/layers/mtp.py tests/train/test_step.py
-- visibility.k_position >= k,
-+ visibility.k_position >= k - 1,
+law2.mtp-hidden-keys m2jax/layers/attention.py tests/train/test_step.py
+- seen.k_position >= depth,
++ seen.k_position >= depth - 1,
 
 law2.mtp-mean-over-modules m2jax/train/step.py tests/train/test_step.py
 - out.mtp_logprob) / cfg.num_mtp_modules
@@ -483,8 +483,8 @@ law6.split-vocabulary m2jax/kernels/token_logprobs/api.py tests/sharding
 + total = _sum(total, axes)
 
 law6.loads-of-residual-parts m2jax/model.py tests/sharding
-- sharding.psum(loads, 'rows', 'tokens', 'residual')
-+ sharding.psum(loads, 'rows', 'tokens')
+- sharding.psum(loads, *everywhere)
++ sharding.psum(loads, *everywhere[:2])
 
 law6.chunks-once-over-hosts m2jax/train/chunks.py tests/forge/test_processes.py
 - mine = slice(0, 1) if hosts.index == 0 else slice(0, 0)
