@@ -1,6 +1,7 @@
 """Draws the packages of m2jax and what each imports, as docs/design.md §3 shows it.
 
   python -m tests.house [m2jax.rollout …]
+  python -m tests.house --write   # into docs/design.md
 
 One line a package, from those that everything imports to those that nothing does. An
 import is left out if another one on the line implies it.
@@ -9,11 +10,14 @@ import is left out if another one on the line implies it.
 from __future__ import annotations
 
 import graphlib
+import pathlib
 import sys
 from collections.abc import Iterable
 
 import grimp
 
+PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'design.md'
+MARK = '<!-- tests.house -->\n'
 ROOTS = ('m2jax', 'm2jax_pipelines', 'experiments')
 
 
@@ -86,6 +90,16 @@ def draw(package: str = '') -> str:
   return '\n'.join(lines)
 
 
+def written(text: str, drawn: str) -> str:
+  """The page with the drawing in its place."""
+  before, mark, after = text.partition(MARK)
+  rest = after.partition('```\n')[2].partition('```\n')[2]
+  return f'{before}{mark}```\n{drawn}\n```\n{rest}'
+
+
 if __name__ == '__main__':
-  for package in sys.argv[1:] or ['']:
-    print(draw(package))
+  if sys.argv[1:] == ['--write']:
+    PAGE.write_text(written(PAGE.read_text(), draw()))
+  else:
+    for package in sys.argv[1:] or ['']:
+      print(draw(package))

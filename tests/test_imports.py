@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import house
+
 _ROOT = Path(__file__).parent.parent
 
 
@@ -38,3 +40,9 @@ def test_the_contract_can_fail(tmp_path):
   done = _lint(config)
   assert done.returncode == 1, done.stdout + done.stderr
   assert 'not allowed to import' in done.stdout
+
+
+def test_the_drawing_is_of_the_code():
+  """docs/design.md §3 shows what `python -m tests.house` draws."""
+  page = house.PAGE.read_text()
+  assert house.written(page, house.draw()) == page
