@@ -1,10 +1,10 @@
 """The parameters of M2, in tables.
 
-Each is a line of `TOP`, `BLOCK` or `MTP`: axes, logical axes (`sharding.rules` has their
-mesh axes), initialisation, kind, and the name in the released format
+Each is a line of `TOP`, `BLOCK` or `MTP`: axes, logical axes (which `sharding.rules`
+maps to a mesh), initialisation, kind, and the name in the released format
 (facts/m2-and-forge.md §1.3, §1.4 and §3). Shapes, initial values, PartitionSpecs,
-optimizer groups, FP8 and the converter read these tables; a new parameter is a line here
-and its use in a layer.
+optimizer groups, FP8 and the converter read these tables; a new parameter is a line
+here and its use in a layer.
 
 The variables of a model are
 
