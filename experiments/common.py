@@ -78,6 +78,18 @@ def check_path(flag: str, value: str | None) -> None:
     )
 
 
+@contextlib.contextmanager
+def pipelines() -> Iterator[None]:
+  """Imports of m2jax_pipelines in the body end the program with one line and code 2 if
+  that distribution is not installed."""
+  try:
+    yield
+  except ModuleNotFoundError as error:
+    if str(error.name).partition('.')[0] != 'm2jax_pipelines':
+      raise
+    fail(BadInput(f'{error.name} is missing: pip install -e ./m2jax_pipelines'))
+
+
 def values() -> dict[str, Any]:
   """--config as nested dicts."""
   if CONFIG.value is None:
@@ -328,7 +340,8 @@ def run(
 
   console.install()
   try:
-    app.run(guarded, flags_parser=_parse)
+    with pipelines():
+      app.run(guarded, flags_parser=_parse)
   except SystemExit as end:
     if end.code == INTERRUPTED and not DISTRIBUTED.value:
       # A thread may still compile, and crashes when JAX is taken down. (Of several

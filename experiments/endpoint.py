@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.sharding import MeshConfig
-from m2jax_pipelines import records, suites
+
+if typing.TYPE_CHECKING:
+  from m2jax_pipelines import suites
 
 URL = flags.DEFINE_string('url', None, 'OpenAI-compatible server, with /v1.')
 MODEL = flags.DEFINE_string('model', None, 'Name of the model at --url.')
@@ -81,6 +84,8 @@ def run_suite(
   bar: rich.progress.Progress,
 ) -> list[suites.Row]:
   """`suites.run` with the model; shows progress, and why attempts are not judged."""
+  from m2jax_pipelines import records, suites
+
   done = sum(row['outcome'] == 'judged' for row in records.read(path))
   total = len(config.specs()) * config.trials
   line = bar.add_task(name, total=total, completed=min(done, total))

@@ -23,7 +23,9 @@ from absl import flags
 
 from experiments import common
 from m2jax.observe import console
-from m2jax_pipelines import discovery, records, report
+
+with common.pipelines():
+  from m2jax_pipelines import discovery, records, report
 
 COUNT = flags.DEFINE_integer('count', 5, 'Tasks of each pipeline.', lower_bound=1)
 PIPELINES = flags.DEFINE_list(

@@ -19,9 +19,11 @@ from experiments import common
 from m2jax.sandbox import SandboxError
 from m2jax.tasks import harbor
 from m2jax.train.workdir import WorkdirError, open_workdir
-from m2jax_pipelines import installed, make, seat
-from m2jax_pipelines.candidate import PipelineConfig
-from m2jax_pipelines.source import Tasks
+
+with common.pipelines():
+  from m2jax_pipelines import installed, make, seat
+  from m2jax_pipelines.candidate import PipelineConfig
+  from m2jax_pipelines.source import Tasks
 
 PIPELINE = flags.DEFINE_string(
   'pipeline', None, 'Its name: short for --config=configs/make_tasks.py:NAME.'

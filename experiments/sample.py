@@ -22,7 +22,9 @@ from m2jax.checkpoint import CheckpointError
 from m2jax.forge.commands import Stopped
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.observe import console
-from m2jax_pipelines import records, suites, verified
+
+with common.pipelines():
+  from m2jax_pipelines import records, suites, verified
 
 CHECKPOINT = flags.DEFINE_string(
   'checkpoint', None, 'A workdir or a directory of checkpoints.'

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 
 from absl import flags
 
 from experiments import common, endpoint
 from m2jax.observe import console
-from m2jax_pipelines import suites
+
+if typing.TYPE_CHECKING:
+  from m2jax_pipelines import suites
 
 SUITE = flags.DEFINE_string('suite', None, 'A suite of configs/suites.py.')
 _CONFIG = 'configs/suites.py'
@@ -26,6 +29,8 @@ def with_config(argv: list[str]) -> list[str]:
 
 def main(checkpoint: str | None, step: int | None) -> None:
   """Runs the suite, prints its table and writes it."""
+  from m2jax_pipelines import suites
+
   values, workdir = common.values(), common.workdir()
   config = common.build(suites.SuiteConfig, values['suite'], 'config.suite')
   about = {'model': endpoint.name(checkpoint)}
