@@ -108,7 +108,7 @@ class Mixture(NamedTuple):
     projection: 'main' passes the hidden state, and a random projection of the embedding
       at a tenth of its size; `WHOLE` at its size; `BOTH` passes both, and adds them;
       `EMBEDDING` passes the embedding, and a tenth of the hidden state.
-    norms: of hidden state and embedding.
+    norms: source of the norms of hidden state and embedding.
   """
 
   block: str

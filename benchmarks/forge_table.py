@@ -38,7 +38,7 @@ class Row:
   Attributes:
     run: name of the workdir.
     arm: 'SFT', 'RL', or the name of a control.
-    seed: of the run.
+    seed: the run's seed.
     dev, held_out, greedy: all tasks of a split; None if it was not measured.
     by_calls: number of tool calls that suffice → held-out pair.
     families: family → held-out pair.

@@ -212,11 +212,11 @@ def route_of(policy: str, rng, norms: np.ndarray | None, chosen, share: float):
   """The layers on the recovery path in a step, [LAYERS] bool.
 
   Args:
-    policy: of POLICIES.
-    rng: of 'random'.
-    norms: of the first step; None before it.
-    chosen: by the controller.
-    share: of 'random'.
+    policy: one of POLICIES.
+    rng: the generator that 'random' draws from.
+    norms: each layer's norm in the first step; None before it.
+    chosen: the controller's choice.
+    share: the share of layers that 'random' chooses.
   """
   if policy == 'static' and norms is not None:
     return np.argsort(np.argsort(-norms)) < ACTIVE

@@ -55,7 +55,7 @@ def base(environment: dict[str, str], sites: pathlib.Path) -> str:
   """Builds an image of this machine's programs and interpreter; returns its name.
 
   Args:
-    environment: of podman.
+    environment: environment variables for podman.
     sites: directories of packages, whose libraries the image has to have.
 
   Raises:
@@ -161,7 +161,7 @@ def reward(python: str, task: pathlib.Path, agent: str, environment) -> float:
     python: an interpreter that has harbor and podman-compose.
     task: directory.
     agent: 'oracle' or 'nop'.
-    environment: of podman.
+    environment: environment variables for podman.
 
   Raises:
     RuntimeError: Harbor gave none; has the end of its output.

@@ -102,7 +102,7 @@ def run(
     args: flags, of a parser with `workdir`.
     arms: names.
     measure: (arm, seed, args) → a JSON object.
-    table: of all these.
+    table: makes a table of all results.
     but: flags that choose arms; see `settings`.
   """
   args.workdir = args.workdir.absolute()

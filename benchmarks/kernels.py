@@ -153,7 +153,7 @@ def rows(op: kernel_cases.Op, platform: str, runs: int, part: str = ''):
   """Yields one dict per case, pass and implementation, without bounds.
 
   Args:
-    part: of the names of the cases wanted.
+    part: only cases whose names contain this.
   """
   for case, shape in cases_of(op, platform).items():
     if part not in case:

@@ -43,10 +43,10 @@ class ClusterConfig:
 
   Attributes:
     replicas: number.
-    engine, scheduler: of each.
-    times: of each one's work.
-    token_bytes: of a token's keys and values, and migration_bytes_per_s what a replica
-      sends or receives; 0 if pages cannot be moved.
+    engine, scheduler: each replica's configs.
+    times: how long each replica's work takes.
+    token_bytes: bytes of a token's keys and values; migration_bytes_per_s is what a
+      replica sends or receives, 0 if pages cannot be moved.
     swap_s: seconds between changes of weights; 0 for none.
     in_flight: groups of sessions that run at the same time; 0 for all.
   """

@@ -25,10 +25,10 @@ class Times:
   """Seconds of an engine's work.
 
   Attributes:
-    prefill_call_s: of a prefill call, prefill_token_s of each of its tokens with
-      padding, prefill_position_s of each position that a token attends to.
-    decode_call_s: of a decode call; step_s of each of its steps, row_s of each row of a
-      step, position_s of each position that a row reads.
+    prefill_call_s: a prefill call's fixed time; prefill_token_s is added per token,
+      padding included, prefill_position_s per position that a token attends to.
+    decode_call_s: a decode call's fixed time; step_s is added per step, row_s per row
+      of a step, position_s per position that a row reads.
   """
 
   prefill_call_s: float

@@ -28,7 +28,8 @@ class TraceConfig:
   """Statistics of the sessions.
 
   Attributes:
-    groups: of `group_size` sessions with one first prompt of `system_tokens`.
+    groups: number of groups; each has `group_size` sessions that share a first prompt
+      of `system_tokens`.
     turns: median, and turns_p99 the 99th percentile over the median.
     ratio: tokens of all prompts over those of all responses.
     response_tokens: mean.
@@ -36,7 +37,7 @@ class TraceConfig:
       percentile over the median.
     edits: share of turns at which the history is edited.
     context_tokens: a session ends before its prompt and response pass it.
-    page_tokens: of the digests.
+    page_tokens: tokens of a page, for the digests.
     vocabulary: number of token ids.
   """
 

@@ -30,7 +30,7 @@ class Sessions:
   """Sessions of one kind.
 
   Attributes:
-    name: of the kind.
+    name: the kind's name.
     first: tokens of the first prompt.
     response: tokens of each response.
     observation: tokens of each observation.

@@ -32,9 +32,10 @@ class Sessions:
 
   Attributes:
     count: sessions in flight from the start; each has `turns` turns.
-    system_tokens: of the prompt that all share, and task_tokens of a session's own.
-    turn_tokens: that each answer of a tool adds.
-    new_tokens: of each response.
+    system_tokens: tokens of the prompt that all sessions share; task_tokens are a
+      session's own.
+    turn_tokens: tokens that each tool result adds.
+    new_tokens: tokens of each response.
   """
 
   count: int = 16

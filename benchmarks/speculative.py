@@ -122,7 +122,7 @@ class Side:
   """One way to decode, with an engine and a scheduler of its own.
 
   Attributes:
-    drafts: of each step; None chooses.
+    drafts: tokens drafted in each step; None lets the scheduler choose.
   """
 
   def __init__(self, engine: Engine, variables, drafts: int | None):

@@ -14,7 +14,7 @@ class Op:
   """An op and its cases.
 
   Attributes:
-    name: of the op.
+    name: the op's name.
     cases: platform → name of the case → shape.
     make: make(**shape) returns the arrays of the op, then a cotangent of its output.
     ours: m2jax's implementation, a function of the arrays.
