@@ -51,9 +51,9 @@ def opened(
   """The server of --url, or a gateway on the checkpoint, at a free port.
 
   Args:
-    values: of the config; of a checkpoint `engine`, `scheduler`, `gateway` and `mesh`.
+    values: the config; a checkpoint needs `engine`, `scheduler`, `gateway` and `mesh`.
     checkpoint: a workdir or a directory of checkpoints.
-    step: of the checkpoint; None is the latest.
+    step: the checkpoint's step; None is the latest.
   """
   if URL.value:
     yield agents.Endpoint(URL.value, os.environ.get(KEY.value, 'none'), MODEL.value)
