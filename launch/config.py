@@ -91,18 +91,19 @@ class Launch:
   """A run on Google Cloud.
 
   Attributes:
-    name: of the run.
+    name: the run's name.
     roles: a JobSet ends with its first role.
-    project, zone: of Google Cloud; the zone determines the region.
+    project, zone: the Google Cloud project and zone; the zone determines the region.
     cluster: GKE cluster.
     image: container image, REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG.
     bucket: gs://NAME, for uploaded code and saved results.
     storage: an xpk storage, mounted at `mount`; '' is none.
     queue: Kueue's local queue; '' is none.
-    max_restarts: of the whole gang, before a failure is final.
-    grace_s: between SIGTERM and SIGKILL: for a training step or two and a checkpoint.
+    max_restarts: restarts of the whole gang before a failure is final.
+    grace_s: seconds between SIGTERM and SIGKILL: time for a training step or two and a
+      checkpoint.
     runtime_version: software of TPU VMs, from `tpu-vm versions list`.
-    python: of TPU VMs, 3.11 or later.
+    python: Python version on TPU VMs, 3.11 or later.
     spot: use spot capacity.
     reservation: use TPUs of this reservation.
     queued: create TPU VMs as a queued resource.
@@ -199,9 +200,9 @@ def addresses(
   """Flags by which a replica of a forge role reaches the others; () for other jobs.
 
   Args:
-    name: of the replica.
+    name: the replica's name.
     role: its role.
-    hostname: of the first host of a replica, by its name.
+    hostname: maps a replica's name to its first host's name.
   """
   mine = forge_role(role)
   if not mine:
@@ -275,7 +276,7 @@ def unmet(launch: Launch, target: str) -> list[str]:
   """Reasons why the jobs cannot do what the launch says; [] if there are none.
 
   Args:
-    target: of the launch; all except 'tpu_vm' run containers.
+    target: the launch target; all except 'tpu_vm' run containers.
   """
   reasons = _unmet_forge(launch, target)
   for role in launch.roles:
