@@ -19,9 +19,9 @@ class PipelineConfig:
   Attributes:
     kind: the pipeline's module.
     count: tasks to make, those of an interrupted run included.
-    seed: of all random choices.
+    seed: seed of all random choices.
     parallel: admissions at a time.
-    backend: of the sandboxes.
+    backend: backend of the sandboxes.
     dev, held_out: sources (package names, generators) of these splits; the rest are
       'train'. No source is in two splits.
     near_duplicate: candidates whose Jaccard similarity with an earlier one, of any

@@ -50,7 +50,7 @@ async def run(config: PipelineConfig, workdir: Path, *, show: bool = True) -> Su
   """Makes tasks until there are `config.count`, or no candidates are left.
 
   Args:
-    config: of the pipeline.
+    config: the pipeline's config.
     workdir: the dataset; a run that was killed goes on.
     show: whether to draw a progress bar.
 

@@ -32,12 +32,12 @@ class SuiteConfig:
     agent: who solves them, with its limits of tokens and of observations.
     split: split of the tasks.
     count: number of tasks.
-    seed: of their order.
+    seed: seed of their order.
     trials: attempts at each task.
-    temperature, top_p, top_k: of sampling. `top_k` 0 is not sent, for servers without
-      that field.
+    temperature, top_p, top_k: sampling parameters. `top_k` 0 is not sent, for servers
+      without that field.
     concurrency: attempts at a time.
-    backend, limits: of the sandboxes.
+    backend, limits: settings of the sandboxes.
     episode_s: time limit of an attempt; it fails then.
   """
 
@@ -113,7 +113,7 @@ async def run(
 
   Args:
     config: the suite.
-    base_url: of the server, including '/v1'.
+    base_url: the server's URL, including '/v1'.
     model: its name there.
     path: JSON-lines file of the episodes.
     api_key: for the server.
@@ -223,7 +223,7 @@ def keep_settings(path: Path, config: SuiteConfig, model: str, fresh: bool) -> N
 
   Args:
     path: the JSON lines of `run`.
-    config, model: of the run.
+    config, model: the run's config and model.
     fresh: removes the episodes first.
 
   Raises:

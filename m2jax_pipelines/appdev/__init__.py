@@ -42,7 +42,7 @@ NEEDS = {'processes': 512, 'memory_bytes': 3 << 29, 'workspace_bytes': 256 << 20
 @dataclasses.dataclass(frozen=True)
 class Config(PipelineConfig):
   """Attributes:
-  kinds: of apps; empty: all.
+  kinds: kinds of apps; empty: all.
   judge: the model that judges instructions; by default patterns do.
   min_score: instructions whose score by `query.RUBRIC` is below are rejected.
   """

@@ -47,13 +47,13 @@ class Criterion:
 class App:
   """Attributes:
   kind: name of its module.
-  title: of the page.
+  title: the page's title.
   about: one sentence.
   rules: requirements, a line each.
-  criteria: of the interaction layer.
+  criteria: criteria of the interaction layer.
   view: steps to a state with content, of which the visual proxies are measured.
   view_files: data files in that state.
-  config: of the solution; the flags of `mutants` are among its keys.
+  config: config of the solution; the flags of `mutants` are among its keys.
   mutants: flag of the solution → criterion that fails without it.
   data: path in the app → text of the data files that the agent sees.
   clock: whether the verifier sets the page's clock.

@@ -39,8 +39,8 @@ class Source:
   """A release of a package.
 
   Attributes:
-    name, version: of the distribution.
-    sha256: of the source distribution.
+    name, version: the distribution's name and version.
+    sha256: hash of the source distribution.
     licence: as its metadata states it.
     files: relative path → content, of text files.
     archive: tar.gz of `files`, to be linked into tasks.

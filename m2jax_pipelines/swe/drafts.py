@@ -96,8 +96,8 @@ def write_test(
   """SWE-Test: a task to write a test that fails on the bug and passes without it.
 
   Args:
-    path: of the file with the bug.
-    bug, third: its texts with the bug, and with a further one (`third.source`).
+    path: the file with the bug.
+    bug, third: the file's text with the bug, and with a further one (`third.source`).
     f2p: tests of the package that fail on the bug.
   """
   right = env.source.files[path].decode()
@@ -143,7 +143,7 @@ def performance(
   Args:
     slow: sources as the agent gets them.
     timed: tests.
-    pairs: of runs that are compared.
+    pairs: number of pairs of runs that are compared.
     least: gain in time.
     shown: tests that the release does not have, as the agent sees them.
     judged: the same files as they are run for the verdict.

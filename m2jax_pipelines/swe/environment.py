@@ -58,7 +58,7 @@ class Environment:
     roots: directories of the tree from which it is imported.
     code: pattern of the package's own sources (`compose`).
     files: test files.
-    status, seconds: of each test.
+    status, seconds: each test's status and time.
     import_s: CPU seconds before the first test, to import and collect them.
     calls: {path: {first line of a function: tests that call it}}.
     repairs: what was done, in order.
@@ -367,8 +367,8 @@ async def run(
     dataset: has the sites.
     key: the site.
     tree: its files.
-    mode: of the harness.
-    limit_s: of all together.
+    mode: the harness's mode.
+    limit_s: time limit of all together.
     request: further fields: roots, files, keep, mutants, options.
 
   Raises:

@@ -319,7 +319,7 @@ def commented(text: str, line: int, rng: random.Random) -> tuple[str, int]:
   """A file with comments at the starts of functions, and where a line of it is then.
 
   Args:
-    text: of the file.
+    text: the file's text.
     line: a line that gets no comment near it.
     rng: chooses functions and comments.
   """

@@ -44,9 +44,9 @@ class Mutation:
   """One edit.
 
   Attributes:
-    path: of the file.
+    path: the file's path.
     function: qualified name; line: its first line, decorators included.
-    kind: of the edit.
+    kind: kind of edit.
     start, end: offsets of the replaced text. new: what replaces it.
     at: line of the edit.
   """

@@ -34,8 +34,8 @@ async def proved(
   Args:
     run: runs test files with some files of the tree replaced.
     sources: the tree.
-    files: of tests.
-    tests: that pass.
+    files: test files.
+    tests: tests that pass.
     audited: audit events of the right sources.
 
   Returns:

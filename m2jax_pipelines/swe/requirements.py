@@ -53,7 +53,7 @@ def declared(files: Mapping[str, bytes], stated: Iterable[str]) -> set[str]:
   """Canonical names that a release declares.
 
   Args:
-    files: of the release.
+    files: the release's files.
     stated: `Requires-Dist` of its metadata.
   """
   found = list(stated)

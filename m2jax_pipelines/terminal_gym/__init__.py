@@ -32,7 +32,7 @@ class Config(PipelineConfig):
   depths: statements per draw, of depth 0, 1, …; at most 4.
   repairs: attempts to repair a statement, before the scripted one takes its place, and
     a workspace, before a candidate is rejected.
-  trials: of the noisy solver.
+  trials: trials of the noisy solver.
   drop: buckets whose tasks are rejected; by default they are only marked.
   """
 

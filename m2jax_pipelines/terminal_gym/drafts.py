@@ -46,7 +46,7 @@ def draft(
 
   Args:
     family, seed, drawn, statement: what it is made of.
-    name: of the directory.
+    name: the directory's name.
     details: further facts.
   """
   metadata = harbor.Metadata(

@@ -40,7 +40,7 @@ class Drawn:
       workspace tells the value, and it is unique there.
     goal: what to do, in one or two sentences.
     steps: how, with names of commands.
-    format: of the results, as NOTES.md states it.
+    format: format of the results, as NOTES.md states it.
     constraint: what a careless solution misses; the tests check it.
     commands: the solution, a shell command per step.
     end: path → what differs from the workspace: `content`, `link`, or None if removed.
@@ -108,7 +108,7 @@ class Family:
   """A family of tasks.
 
   Attributes:
-    name: of the family.
+    name: the family's name.
     tool: main command of its solutions.
     seeds: patterns that a seed's text must all match.
     draw: makes a task from a random generator. Raises Degenerate.

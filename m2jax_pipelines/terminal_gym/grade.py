@@ -103,7 +103,7 @@ def judge(expected, listing, read, runs):
   """(reward, reason) of an end state.
 
   Args:
-    expected: of expected.json.
+    expected: content of expected.json.
     listing: path → facts of all entries of the workspace.
     read: function of a path: its bytes, or None.
     runs: number → result of the agent's program.

@@ -45,7 +45,7 @@ class Seed:
 
   Attributes:
     id: document and number in it.
-    title, text: of the question.
+    title, text: the question's title and text.
     commands: lines of the text that begin with a tool.
     source: the package.
     tier: 'A' to 'D'; a tier less for each attribute that is missing.

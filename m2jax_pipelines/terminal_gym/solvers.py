@@ -107,9 +107,9 @@ async def calibrate(
   Args:
     directory: the task.
     drawn: what it was made of.
-    trials: of the noisy solver.
-    backend: of the sandboxes.
-    seed: of the faults.
+    trials: trials of the noisy solver.
+    backend: backend of the sandboxes.
+    seed: seed of the faults.
     judged: verdicts by script, for all statements of a draw: their tests are the same.
 
   Raises:

@@ -103,7 +103,7 @@ class Browser:
 
     Args:
       root: directory whose files may be loaded, and nothing else.
-      name: of the HTML file, relative to `root`.
+      name: the HTML file, relative to `root`.
     """
     chromium = await self._running()
     context = await chromium.new_context(

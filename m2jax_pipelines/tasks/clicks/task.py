@@ -85,7 +85,7 @@ class ClicksTask:
   """A `tasks.Task` over a page of MiniWoB++.
 
   Attributes:
-    seed: of the page's problem.
+    seed: seed of the page's problem.
     partial_credit: factor on a reward between 0 and 1, of a page that gives such.
   """
 

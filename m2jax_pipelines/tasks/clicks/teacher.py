@@ -47,7 +47,7 @@ class Seen:
 
   Attributes:
     ask: what the page asks for.
-    lines: of the whole page, in order at the beginning; new ones at the end.
+    lines: lines of the whole page, in order at the beginning; new ones at the end.
   """
 
   def __init__(self, instruction: str):

@@ -23,7 +23,7 @@ class TeacherConfig(demonstrations.TeacherConfig):
 
   Attributes:
     parallel: probability that independent keys are looked up in one turn.
-    seed: of the teacher's choices.
+    seed: seed of the teacher's choices.
   """
 
   kind: str = 'fetch'

@@ -92,8 +92,8 @@ def draw(generator: str, level: int, key: str) -> Problem:
 
   Args:
     generator: a name of reasoning-gym's.
-    level: of its curriculum; the last one if it has fewer. Without a curriculum every
-      level is the generator's default.
+    level: a level of its curriculum; the last one if it has fewer. Without a curriculum
+      every level is the generator's default.
     key: any text.
 
   Raises:

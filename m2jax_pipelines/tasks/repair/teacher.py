@@ -19,7 +19,7 @@ class TeacherConfig(demonstrations.TeacherConfig):
   Attributes:
     slip: probability that the first edit is wrong; the teacher then reads the test's
       output and mends it.
-    seed: of the teacher's choices.
+    seed: seed of the teacher's choices.
   """
 
   kind: str = 'repair'
