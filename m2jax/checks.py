@@ -103,8 +103,9 @@ def check_type(value: Any, hint: str, field: str) -> None:
   """Raises ValueError unless a value that was read from a file fits a field.
 
   Args:
-    value: of JSON or TOML.
-    hint: of the dataclass's field, as it is written; numbers are not negative.
+    value: a value read from JSON or TOML.
+    hint: type annotation of the dataclass's field, as written; numbers are not
+      negative.
     field: its place in the file, for the message.
 
   Example:

@@ -64,7 +64,7 @@ class Trunk(NamedTuple):
   Attributes:
     hidden: after the final norm.
     routing: ids [L, T, k] and load [L, E].
-    carry: of the keys, such as a cache with the tokens' keys and values.
+    carry: the carry of the keys, such as a cache with the tokens' keys and values.
     new_kv: new entries of the keys, [L, …]; None where `carry` has them.
     activation_max: largest |x| that enters each block and the final norm, of the
       tokens of this device's part of the residual stream, without padding; None without
@@ -96,7 +96,7 @@ def trunk(
   Args:
     cfg, variables: the model; layers and biases may be lists over layers where
       `cfg.unroll_layers`.
-    tokens: of the pass.
+    tokens: ids of the pass's tokens.
     keys: what the tokens attend to: a forest, a chunk after a prefix, an engine's
       cache.
     sharding: the mesh.
@@ -157,13 +157,13 @@ class Outputs(NamedTuple):
   """One pass over a forest.
 
   Attributes:
-    logprob, entropy: of each token given its path; 0 at roots and padding.
+    logprob, entropy: each token's, given its path; 0 at roots and padding.
     mtp_logprob: module k scores tokens of position k + 1 and deeper.
     loads: expert assignments of 'layers' [L, E] and 'mtp' [mtp, E].
     experts: ids used by the trunk, as a Forest records them.
     rerouted: layers whose router would choose other experts than are replayed; None
       without a replay.
-    drafts: of each MTP module, its distance from the trunk; None if not asked for.
+    drafts: each MTP module's distance from the trunk; None if not asked for.
     activation_max: largest |x| that enters a block of the trunk or the final norm.
     new: entries of the tokens for a PrefixCache; None without a prefix.
   """
@@ -199,7 +199,7 @@ def forward(
       split a row's tokens then.
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head: only the
       modules learn from it.
-    comparison: of each MTP module with the trunk; None: no `drafts`.
+    comparison: how each MTP module is compared with the trunk; None: no `drafts`.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
   options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)

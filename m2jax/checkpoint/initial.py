@@ -33,8 +33,8 @@ def load(
   """The weights with which a job starts.
 
   Args:
-    directory: of checkpoints, a run's workdir, or one with config.json and safetensors
-      in the released format, with its tokenizer.json.
+    directory: a directory of checkpoints, a run's workdir, or a directory with
+      config.json and safetensors in the released format, with its tokenizer.json.
     job: the model that is returned has its dtypes, precision, remat; None: as stored.
     sharding: the mesh to read onto; all its processes must call this.
 

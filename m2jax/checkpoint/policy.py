@@ -37,8 +37,8 @@ class Policy(NamedTuple):
     model: the model's shape.
     variables: {'params', 'router'} of `model.M2`.
     tokenizer: content of its `tokenizer.json`.
-    step: of the checkpoint.
-    directory: of the checkpoints.
+    step: the checkpoint's step.
+    directory: the directory of the checkpoints.
   """
 
   model: ModelConfig
@@ -93,7 +93,7 @@ def load(
   """Reads a policy; safe while a job writes to the directory.
 
   Args:
-    directory: of checkpoints, or a workdir.
+    directory: a directory of checkpoints, or a workdir.
     step: None is the latest.
     sharding: the mesh to read onto; all its processes must call this.
 

@@ -60,7 +60,7 @@ def read(
   """Reads chats; those with `training: false` are skipped and counted in a warning.
 
   Args:
-    path: of the JSON lines.
+    path: a file of JSON lines.
     system, tools: defaults for chats without them.
 
   Raises:

@@ -41,10 +41,10 @@ class DomainConfig:
 
   Attributes:
     root: a directory, or a single file.
-    suffixes: of the files to read. Files with a suffix in `record_files.READERS` have
-      records; any other file is one document.
+    suffixes: suffixes of the files to read. Files with a suffix in
+      `record_files.READERS` have records; any other file is one document.
     exclude_dirs: names of directories to skip.
-    weight: of the domain in the mixture.
+    weight: the domain's weight in the mixture.
     text_field: field of a record with its text.
     category_field: field of a record with its category; '' or a record without it: the
       domain is the category.
@@ -75,7 +75,7 @@ class Corpus(NamedTuple):
     source: the documents.
     domains: [n] index of each document's domain in `configs`.
     configs: settings of the domains.
-    names: of the domains.
+    names: the domains' names.
   """
 
   source: Sequence[Document]
@@ -93,7 +93,7 @@ class Table(NamedTuple):
     categories: index of each document's category in `labels`.
     repositories: index of the repository.
     paths: in the repository, or the documents' names.
-    labels: of the categories.
+    labels: the categories' labels.
   """
 
   sizes: np.ndarray

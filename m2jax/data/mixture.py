@@ -78,7 +78,7 @@ def repetitions(
     domains: [n] in [0, len(weights)).
     categories: [n] non-negative.
     qualities: [n] positive.
-    weights: of the domains, non-negative; a domain of weight 0 is excluded.
+    weights: the domains' weights, non-negative; a domain of weight 0 is excluded.
     config: cap, floor and epoch.
 
   Returns:
@@ -138,7 +138,7 @@ def counts(repetition: np.ndarray, groups: np.ndarray, seed: int) -> np.ndarray:
   Args:
     repetition: [n] r.
     groups: [n] any keys; documents of a group are adjacent in the sampling order.
-    seed: of the one random number.
+    seed: seed of the one random number.
 
   Returns:
     [n] int64; over any run of a group's documents, in order, the sum differs from that

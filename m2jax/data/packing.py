@@ -50,7 +50,7 @@ class DocumentRows(Iterator[list[np.ndarray]]):
       row_tokens, rows: S and B of the whole batch, over all hosts.
       streams: number of parallel token streams; divides `rows`.
       host: (h, H); H divides `streams`.
-      seed: of the order of the documents; None uses the source's order.
+      seed: seed of the order of the documents; None uses the source's order.
       epochs: passes over the documents; None is endless. Requires a single stream,
         because streams would end at different batches. The last batch may be shorter.
       state: position to continue from. `row_tokens`, `rows` and `host` may differ from

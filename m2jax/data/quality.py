@@ -62,7 +62,7 @@ class Classifier:
 
   Attributes:
     weights: [buckets] float32.
-    bias: of the logit.
+    bias: the logit's bias.
     longest: maximum words of an n-gram.
   """
 

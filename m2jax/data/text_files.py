@@ -20,7 +20,7 @@ def find(
 
   Args:
     root: a directory.
-    suffixes: of the files to return, such as '.py'.
+    suffixes: suffixes of the files to return, such as '.py'.
     exclude_dirs: names of directories to skip, such as 'tests'.
 
   Raises:
@@ -46,8 +46,8 @@ class TextFiles(Sequence):
   """One document per file, read when it is indexed; its name is its path in `root`.
 
   Attributes:
-    fingerprint: of the files' names and sizes; a saved data position becomes invalid if
-      they change.
+    fingerprint: hash of the files' names and sizes; a saved data position becomes
+      invalid if they change.
   """
 
   def __init__(self, paths: Iterable[str | os.PathLike], *, root: str | os.PathLike):

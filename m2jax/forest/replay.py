@@ -25,7 +25,7 @@ class Disagreement(NamedTuple):
 
   Attributes:
     compared: number of records replaced by another sample's canonical record.
-    tokens: of these, those with a different set of experts in some layer.
+    tokens: number of these whose set of experts differs in some layer.
     choices: (token, layer) pairs with a different set of experts.
     rate: tokens / compared; 0 if nothing was compared.
   """

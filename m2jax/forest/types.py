@@ -26,7 +26,7 @@ def _per_term(dtype, fill: int = 0, sample: str | None = '', default: float = 0)
   """A field that `merge` takes from `Sample`.
 
   Args:
-    dtype, fill: of the array, and of its padding.
+    dtype, fill: the array's dtype, and the value of its padding.
     sample: its name there; '' is the same, None: `merge` makes it.
     default: where the sample has None.
   """
@@ -51,7 +51,7 @@ class Forest:
     subtree_end: exclusive; 0 on padding, which no token sees.
     multiplicity: number of samples of this row through the token.
     term_token: index in the row of the token a loss term belongs to.
-    old_logprob, advantage, weight: of each term; weight 0 on padding.
+    old_logprob, advantage, weight: each term's values; weight 0 on padding.
     lag: updates between the weights that sampled a term's token and these; -1: unknown;
       OLDER_KEYS: none, but others had sampled the response's beginning.
     term_sample, term_offset: the sample of a term and its offset in that sample's

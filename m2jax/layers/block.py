@@ -30,7 +30,7 @@ class Routing(NamedTuple):
   Attributes:
     ids: experts used, of all tokens of the device.
     load: assignments of its part of them, counted with multiplicity; None without.
-    rerouted: of all tokens of the device, whether a replay uses other experts than the
+    rerouted: for all tokens of the device, whether a replay uses other experts than the
       router would choose; None without a replay.
   """
 
@@ -56,7 +56,7 @@ def apply(
   Args:
     x: activations.
     p: parameters of the block.
-    bias: of the router's selection.
+    bias: the bias of the router's selection.
     cfg: the model.
     tables, attend: RoPE and keys of the tokens; see `attention.apply`.
     multiplicity: by which assignments are counted; None: they are not counted.

@@ -48,9 +48,9 @@ class Teacher(NamedTuple):
   """The trunk's K most likely words at each token, given its path; no gradient.
 
   Attributes:
-    words: of the whole vocabulary.
+    words: their ids in the whole vocabulary.
     logprob: their log-probabilities, at least fp32.
-    rest: as of the Comparison.
+    rest: as in the Comparison.
   """
 
   words: Int[Array, 'T K']
@@ -78,8 +78,8 @@ def best_words(
   """The Teacher of a batch.
 
   Args:
-    params: of which the head is read, gathered.
-    state: of the trunk at each token's parent.
+    params: parameters, of which only the head is read, gathered.
+    state: the trunk's state at each token's parent.
     comparison: K, and what the modules are compared on.
     sharding: the mesh.
   """

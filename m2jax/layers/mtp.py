@@ -85,11 +85,11 @@ def module(
   """A module's states, what `attend` returns besides its output, and the routing.
 
   Args:
-    state: of the module before, at each token's parent.
-    embedding: of the tokens.
-    p, bias: of the module.
+    state: the previous module's state at each token's parent.
+    embedding: the tokens' embeddings.
+    p, bias: the module's parameters and router bias.
     cfg: the model.
-    final_norm: of the trunk.
+    final_norm: the trunk's final norm.
     tables, attend, multiplicity, sharding: see `block.apply`.
   """
   x = join(sharding.residual_part(state), embedding, p, cfg)
@@ -116,14 +116,14 @@ def apply(
 
   Args:
     cfg: the model.
-    variables: {'params', 'router'}: of the modules, and parameters of embedding, final
-      norm and head, the head gathered.
-    state: of the trunk at each token's parent.
+    variables: {'params', 'router'}: the modules', and the parameters of embedding,
+      final norm and head, the head gathered.
+    state: the trunk's state at each token's parent.
     batch: this device's tokens.
-    keys: of the trunk; the modules have no windows.
+    keys: the trunk's keys; the modules have no windows.
     sharding: the mesh.
-    prefix: cached, of the path that the tokens continue.
-    comparison: of the modules with the trunk; None: there is none.
+    prefix: cached entries of the path that the tokens continue.
+    comparison: how the modules are compared with the trunk; None: they are not.
   """
   params, teacher = variables['params'], None
   if comparison:

@@ -22,7 +22,7 @@ class PrefixCache(NamedTuple):
   Attributes:
     k, v: the trunk's keys and values.
     states: the trunk's states after its final norm.
-    mtp: of the MTP modules, the same with mtp as leading axis.
+    mtp: the same for the MTP modules, with mtp as leading axis.
   """
 
   k: Float[Array, 'L B P K H']

@@ -40,7 +40,7 @@ def experts(
   """Same contract as `experts.apply`, with `fused` matrices.
 
   Args:
-    num_experts: of the layer, if E are only this device's.
+    num_experts: the layer's number of experts, if E are only this device's.
   """
   (T, k), E = ids.shape, len(down)
   rows = _rows(T, k, num_experts or E)

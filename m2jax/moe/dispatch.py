@@ -52,8 +52,8 @@ def apply(
 
   Args:
     x: this device's tokens.
-    ids, weights: of all E experts.
-    gate, up, down: of this device's experts and hidden channels.
+    ids, weights: the router's choices among all E experts.
+    gate, up, down: matrices of this device's experts and hidden channels.
     sharding: the mesh; `rules.dispatch` names the method, None is 'ragged' on TPU and
       'gather' elsewhere.
     matmuls: precision of the experts' matmuls.

@@ -25,7 +25,7 @@ class Routes(NamedTuple):
 
   Attributes:
     ids: experts used.
-    weights: of them, at least fp32.
+    weights: the experts' weights, at least fp32.
     rerouted: whether a replay uses other experts than this model would choose; None
       without a replay.
   """

@@ -40,7 +40,7 @@ def by_stage(
   earlier one. Stage 'during RL' is not included: it is a curve, not a row.
 
   Args:
-    records: of any phase.
+    records: records of any phase.
     split: 'held_out' or 'dev'; records without a split are held out.
   """
   found: dict[str, dict[tuple[bool, str, int | None], Pair]] = {}

@@ -46,7 +46,7 @@ class Metric:
   Attributes:
     name: key in the record.
     phases: phases whose records have it.
-    unit: of the value; '1' is a plain number, 'text' a string.
+    unit: the value's unit; '1' is a plain number, 'text' a string.
     meaning: one line, shown next to the plot.
     shown: 'plot' and 'report' (a table) are in the report, 'view' is the terminal.
       Empty: in metrics.jsonl and TensorBoard only.

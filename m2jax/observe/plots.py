@@ -53,9 +53,9 @@ class Curves:
   """A plot to draw: metrics of one phase over its steps.
 
   Attributes:
-    title: of the plot; the note below it is the meaning of the first metric.
+    title: the plot's title; the note below it is the meaning of the first metric.
     names: keys of the records.
-    phase: of the records.
+    phase: phase of the records.
     average: draw the moving average over the values; only for a single name.
     limit: key of a bound that `sections` computes, and its name in the legend.
     y_limits: fixed y range.

@@ -29,7 +29,7 @@ class Summary:
   """The head of the report.
 
   Attributes:
-    title: of the page.
+    title: the page's title.
     evaluations: rows of the headline table, in order.
     facts: short name → value, such as wall-clock time or parameters.
     capacity_items, window_items: N and W of windowed FIFO; if given, the plots show the
@@ -48,7 +48,7 @@ class Turn:
   """Training data of one assistant message; None, () or '' if unknown.
 
   Attributes:
-    advantage: of its response tokens.
+    advantage: advantage of its response tokens.
     versions: policy versions that sampled it.
     response_tokens: number of sampled tokens.
     status: the parser's verdict.
@@ -96,7 +96,7 @@ def write_report(
   """Writes the page; replaces an old one only when the new one is complete.
 
   Args:
-    path: of the HTML file.
+    path: the HTML file's path.
     records: `metrics.read(workdir)`.
     trajectories: episodes; all of them are on the page.
     summary: the head of the page.

@@ -120,7 +120,7 @@ def line_plot(
     y_format: tick and hover text of y values: `number` or `percent`.
     y_limits: fixed y range; by default the range of the values, and zero if it is near.
     x_limits: x range; by default the range of the values.
-    width: of the view box; a plot of half a column needs half of WIDTH.
+    width: width of the view box; a plot of half a column needs half of WIDTH.
 
   Returns:
     An <svg> element, or '' if there is no finite point.

@@ -78,9 +78,9 @@ class State(NamedTuple):
   """What the controller knows after a step.
 
   Attributes:
-    steps: seen.
+    steps: number of steps seen.
     entered: norms in the mean.
-    mean: of a block's norms.
+    mean: mean of a block's norms.
     ratios: latest GNMR first; those that do not exist yet are 0.
     lock: steps for which the block remains a candidate.
     risk: R of the last step.

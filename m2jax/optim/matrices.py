@@ -61,7 +61,7 @@ class Matrices:
     about a second to compile.
 
     Args:
-      function: of the leaf's matrices, and of those of the same leaf of `rest`.
+      function: takes the leaf's matrices, and those of the same leaf of `rest`.
       tree: leaves [*stack, in, out].
       rest: trees of the same structure.
 
@@ -131,8 +131,8 @@ class Matrices:
     """The function of each matrix, in the layout of the parameter.
 
     Args:
-      name: of the parameter.
-      function: of a matrix of each array; returns a pytree of matrices. Each axis is
+      name: the parameter's name.
+      function: takes a matrix of each array; returns a pytree of matrices. Each axis is
         the first array's, or 1.
       arrays: [*stack, in or 1, out or 1]; with heads out is heads · out.
     """
@@ -219,12 +219,12 @@ class _Plan:
   """What a device does with its part of a stack.
 
   Attributes:
-    function: of whole matrices.
-    sharding: of the parameter.
+    function: works on whole matrices.
+    sharding: the parameter's sharding.
     axes: mesh axes that split `in` and `out`.
     replicas: mesh axes that split nothing of the parameter.
     matrix: sizes of both.
-    inputs, outputs: of each array, and in the tree of the results, whether its ends
+    inputs, outputs: for each array, and in the tree of the results, whether its ends
       are those of the matrix (else 1).
   """
 

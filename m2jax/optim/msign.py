@@ -46,8 +46,8 @@ def msign(
   Singular values below about 1e-3 of the largest end between 0 and 1.
 
   Args:
-    x: of any scale: it is divided by its Frobenius norm.
-    coefficients: of each iteration.
+    x: matrices of any scale: each is divided by its Frobenius norm.
+    coefficients: each iteration's coefficients.
 
   Example:
     >>> x = jnp.diag(jnp.array([3.0, -0.5]))

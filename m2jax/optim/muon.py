@@ -147,7 +147,7 @@ def orthogonalize(
   `msign.msign` is the exact form.
 
   Args:
-    x: of any float dtype, which is the result's.
+    x: matrices of any float dtype; the result has the same.
     eps: least norm that is scaled up to 1 before the iteration. As small as Adam's ε:
       gradients of RL are 1e-18 to 1e-5.
     ns_steps: Newton–Schulz iterations.
@@ -175,7 +175,7 @@ def shape_scale(
   """Factor on an orthogonal matrix of a shape [in, out].
 
   Args:
-    shape: of the matrix.
+    shape: the matrix's shape.
     scale: 'kaiming', sqrt(max(1, out/in)), or 'spectral', sqrt(out/in): spectral µP's,
       and that of SSO with c = 1.
     consistent_rms: instead sqrt(max(in, out)) times this, so that updates have Adam's

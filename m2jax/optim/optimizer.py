@@ -53,7 +53,7 @@ class OptimizerConfig:
   """What updates the parameters. A field that is an UpdateRule adds an optimizer.
 
   Attributes:
-    name: of the field below that updates the hidden matrices (`UpdateRule.HIDDEN`).
+    name: the field below that updates the hidden matrices (`UpdateRule.HIDDEN`).
     by_kind: names of fields, for kinds that are to be updated otherwise.
     adam, muon, …: settings of the rules; one that no kind names is not used.
     schedule: multiplier of every rule's learning rate, by step.
@@ -123,8 +123,9 @@ def make(
   Args:
     config: the rules.
     model: whose parameters they are, for rules that split heads.
-    sharding: of the parameters. A rule that works on whole matrices exchanges parts of
-      them between devices; without it the compiler would gather stacks of them.
+    sharding: the parameters' sharding. A rule that works on whole matrices exchanges
+      parts of them between devices; without it the compiler would gather stacks of
+      them.
 
   Raises:
     ValueError: a rule splits heads, and there is no model; or `gnmr` is on, and the

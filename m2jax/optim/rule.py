@@ -21,7 +21,7 @@ class UpdateRule:
 
   Attributes:
     KINDS: kinds of parameters that it can update.
-    HIDDEN: of those, what it updates if it is `OptimizerConfig.name`.
+    HIDDEN: the kinds among these that it updates if it is `OptimizerConfig.name`.
     learning_rate: base rate, multiplied by the schedule.
   """
 

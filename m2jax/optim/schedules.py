@@ -78,8 +78,8 @@ class ScheduleConfig:
     total_steps: end of the decay; not used by 'constant'.
     decay_steps: 'wsd' only.
     final_fraction: multiplier from `total_steps` on.
-    segments: of a `Clock`; if given, warm-up and decay advance by the tokens of the
-      updates, not by their number.
+    segments: a `Clock`'s segments; if given, warm-up and decay advance by the tokens of
+      the updates, not by their number.
   """
 
   kind: str = 'constant'

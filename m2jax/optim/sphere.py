@@ -82,7 +82,7 @@ class Guess(NamedTuple):
 
   Attributes:
     multiplier: λ.
-    slope: of h there; 0 before the first step.
+    slope: the slope of h there; 0 before the first step.
   """
 
   multiplier: Float[Array, '1 1']
@@ -96,7 +96,7 @@ class Solution(NamedTuple):
     direction: Φ.
     multiplier: λ.
     residual: h(λ) = ⟨Θ, Φ⟩.
-    evaluations: of msign.
+    evaluations: number of evaluations of msign.
   """
 
   direction: Float[Array, 'in out']
@@ -111,10 +111,11 @@ class _Search(NamedTuple):
   An end that was not evaluated is at the bound of |λ|, where the sign of h is known.
 
   Attributes:
-    low, h_low, high, h_high: the ends; of one that is kept twice, h is reduced.
+    low, h_low, high, h_high: the ends; when one end is used twice in a row, its h is
+      reduced.
     seen_low, seen_high: whether they were evaluated.
     last, h_last: the point evaluated last.
-    slope: of h, from the last two points.
+    slope: the slope of h, from the last two points.
     reach: longest step outside the points evaluated.
     best: solution.
   """
@@ -147,9 +148,9 @@ def direction(
     momentum: N, of any scale: it is divided by its Frobenius norm, and λ is of that.
     at: the top singular vectors of W.
     guess: the last step's.
-    tolerance: of |h|.
-    max_evaluations: of msign; 1 takes λ = −⟨Θ, N⟩.
-    coefficients: of msign.
+    tolerance: largest |h| that counts as solved.
+    max_evaluations: limit on evaluations of msign; 1 takes λ = −⟨Θ, N⟩.
+    coefficients: msign's coefficients.
   """
   momentum = msign_lib.normalized(momentum)
   theta = at.left * at.right

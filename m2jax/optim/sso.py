@@ -51,11 +51,11 @@ class SphereSettings:
       state is made: for weights that were not trained on the sphere.
     retraction: 'hard' or 'dynamic'.
     retraction_rate: κ of the dynamic one.
-    power_iterations: a step, from the last vector.
+    power_iterations: number per step, from the last vector.
     msign_steps: iterations of Polar Express.
-    solve: False is λ = 0, MuonSphere.
-    tolerance: of |h(λ)|.
-    max_evaluations: of msign in a step.
+    solve: whether to solve for λ; False is λ = 0, MuonSphere.
+    tolerance: largest |h(λ)| that counts as solved.
+    max_evaluations: limit on evaluations of msign in a step.
   """
 
   beta: float = 0.9
@@ -91,7 +91,7 @@ class Report(NamedTuple):
     sigma_max, sigma_min: σ/R before the retraction.
     multiplier_max: largest |λ|.
     residual_max: largest |h(λ)|: |⟨Θ, Φ⟩|, also of MuonSphere.
-    evaluations, evaluations_max: of msign, mean and largest.
+    evaluations, evaluations_max: evaluations of msign, mean and largest.
   """
 
   sigma_max: Float[Array, '']
@@ -112,7 +112,7 @@ class SphereState(NamedTuple):
     radius: R of each matrix, [*stack, 1, 1]; with heads [*stack, 1, heads]. A run that
       resumes keeps it, whatever its settings say.
     multiplier, slope: `sphere.Guess` of each matrix, as `radius`.
-    report: of the last step.
+    report: the last step's report.
   """
 
   count: Int32[Array, '']
@@ -133,7 +133,7 @@ def sso(
 
   Args:
     learning_rate: η, a number or by step.
-    settings: of a step.
+    settings: a step's settings.
     matrices: heads of q, k and v by parameter's name, and where the parameters are.
 
   Raises:

@@ -29,7 +29,7 @@ class Chip:
     link_bandwidth: bytes/s of one link in one direction.
     mxu: side of the matrix unit, to a multiple of which matmuls are padded.
     torus_from: a side of a slice that is a multiple of this is a ring, else a line.
-    devices: of one chip.
+    devices: devices per chip.
   """
 
   name: str

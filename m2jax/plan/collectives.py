@@ -33,10 +33,11 @@ class Collective:
   """One collective instruction.
 
   Attributes:
-    kind: of KINDS.
-    bytes: of the whole array on one device: the result of an all-gather or a permute,
-      the operand of an all-reduce, a reduce-scatter or an all-to-all. Of a ragged
-      all-to-all the smaller of its two buffers: the larger has room for the worst case.
+    kind: one of KINDS.
+    bytes: size of the whole array on one device: the result of an all-gather or a
+      permute, the operand of an all-reduce, a reduce-scatter or an all-to-all. For a
+      ragged all-to-all, the smaller of its two buffers: the larger has room for the
+      worst case.
     group: devices that communicate, as positions in the mesh; the first group.
     times: number of its runs in one run of the program.
     where: op_name of the instruction or of its loop.
@@ -60,7 +61,7 @@ def find(module: hlo.Module, devices: int) -> list[Collective]:
   """Every collective that runs between more than one device.
 
   Args:
-    devices: of the mesh the program was compiled for.
+    devices: number of devices of the mesh that the program was compiled for.
   """
   found = []
   dones: dict[str, dict[str, hlo.Instruction]] = {}

@@ -30,7 +30,7 @@ class Memory:
 
   Attributes:
     arguments: the program's, with the padding of tiles.
-    padding: of the arguments.
+    padding: padding of the arguments.
     outputs: not aliased to an argument.
     saved: activations saved for the backward pass.
     temporaries: all other allocations of the program.

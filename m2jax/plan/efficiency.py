@@ -57,12 +57,12 @@ class Run:
   """A published run.
 
   Attributes:
-    name: of the model and the slice.
-    tokens: of a step, on one chip.
-    tokens_per_s: published, of one chip.
+    name: the model and the slice.
+    tokens: tokens of a step, on one chip.
+    tokens_per_s: the published rate of one chip.
     core, matmul, experts: FLOPs that a step executes on one chip.
-    hbm_bytes: of the experts' rows.
-    head_dim: of attention.
+    hbm_bytes: bytes of the experts' rows.
+    head_dim: head dim of attention.
   """
 
   name: str

@@ -66,7 +66,7 @@ class Traffic:
   """All collectives of one kind over groups of one size, in one run of a program.
 
   Attributes:
-    count, bytes: of all of them (see `Collective.bytes`).
+    count, bytes: totals over all of them (see `Collective.bytes`).
     hidden_s, exposed_s: time on the links that overlaps other work, and that does not.
   """
 
@@ -85,7 +85,7 @@ class Links:
   Attributes:
     name: 'forward' or 'backward', with what is recomputed.
     hidden_s, exposed_s: see Traffic.
-    least_s: of all the pass's HBM bytes.
+    least_s: time to move all the pass's HBM bytes.
   """
 
   name: str
@@ -137,7 +137,7 @@ class Plan:
   Attributes:
     job: that runs these programs; None if no job does.
     tokens: new tokens of a step, of all devices.
-    useful_flops: of a step, on one device.
+    useful_flops: useful FLOPs of a step, on one device.
     parameters_bytes, optimizer_bytes: on one device, without padding.
   """
 

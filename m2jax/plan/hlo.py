@@ -70,7 +70,7 @@ class Instruction:
 
   Attributes:
     name, opcode: without the percent sign.
-    arrays: of the result; a tuple's in order.
+    arrays: the result's arrays; a tuple's in order.
     operands: names.
     attributes: the rest of the line.
     is_root: the computation's result.

@@ -33,8 +33,8 @@ def axes(
   """(chips, bandwidth in bytes/s) of each axis that a group's chips span.
 
   Args:
-    coords: of the group's chips.
-    shape: of the slice, in chips.
+    coords: the coordinates of the group's chips.
+    shape: the slice's shape, in chips.
   """
   spanned = []
   for axis, side in enumerate(shape):

@@ -42,10 +42,11 @@ class Counts:
   """Collectives of one block in one pass over the batch.
 
   Attributes:
-    weight_gathers, weight_scatters: of the block's weights.
-    exchanges: of [T·k, D] rows with devices that have other experts.
-    gathers, scatters: of [T, D] activations over devices that split the residual
-      stream, where the rules split it.
+    weight_gathers, weight_scatters: all-gathers and reduce-scatters of the block's
+      weights.
+    exchanges: exchanges of [T·k, D] rows with devices that have other experts.
+    gathers, scatters: all-gathers and reduce-scatters of [T, D] activations over
+      devices that split the residual stream, where the rules split it.
     sums: all-reduces of the same, where they do not.
   """
 
@@ -81,8 +82,8 @@ class Candidate:
 
   Attributes:
     placed: the workload, with its remat, on the mesh.
-    seconds: of a step or a call.
-    memory_bytes: of a device.
+    seconds: time of a step or a call.
+    memory_bytes: memory used on a device.
   """
 
   placed: Placed

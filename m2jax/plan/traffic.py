@@ -61,8 +61,8 @@ class Work(NamedTuple):
   Attributes:
     stage: (pass, part).
     times: number of its runs in one run of the program.
-    hbm_bytes: that it moves.
-    flops: of its matmuls, without padding, and those that a kernel declares.
+    hbm_bytes: bytes that it moves.
+    flops: FLOPs of its matmuls, without padding, and those that a kernel declares.
     communicates: it is a collective, whose bytes move while the links are busy
       (`estimate`).
   """

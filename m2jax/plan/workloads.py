@@ -27,7 +27,7 @@ class Workload:
 
   Attributes:
     kind: 'pretrain' or 'rl', a train step; 'prefill' or 'decode', a call of the engine.
-    rows: of a step's batch, or sequences of a call.
+    rows: rows of a step's batch, or sequences of a call.
     context: tokens of a row; in serving, positions of the cache that are read.
     tokens: new tokens of each row: the chunk of a prefill, 1 of a decode step; in
       training the same as context.
@@ -35,9 +35,9 @@ class Workload:
     meshes: one for each number of devices planned for.
     passes: forward and backward passes of a step, the same number for every mesh, or
       one for each.
-    remat: of the model in this workload; None: as the model has it.
-    chunk_tokens: of the chunks in which the learner trains trees that do not fit into
-      a row, for 'rl'; their stack has `context` tokens. 0: they are not compiled.
+    remat: remat policy in this workload; None: the model's own.
+    chunk_tokens: tokens of the chunks in which the learner trains trees that do not fit
+      into a row, for 'rl'; their stack has `context` tokens. 0: they are not compiled.
   """
 
   kind: str
@@ -95,11 +95,11 @@ class PlanConfig:
     model: as it is trained.
     workloads: by name.
     default: names of the workloads that are planned if none is given.
-    optimizer: of the train step.
+    optimizer: the train step's optimizer.
     mtp_weight, bias_update_rate, is_weight_max: see StepConfig and LearnerConfig.
-    weights_dtype: of the served weights, which have no MTP modules.
-    page_tokens: of the served cache.
-    compiler_options: of XLA, for every program.
+    weights_dtype: dtype of the served weights, which have no MTP modules.
+    page_tokens: tokens per page of the served cache.
+    compiler_options: XLA's options, for every program.
   """
 
   model: ModelConfig
@@ -121,9 +121,9 @@ class Placed:
   """A workload on one mesh.
 
   Attributes:
-    name: of the workload.
+    name: the workload's name.
     workload, mesh: themselves.
-    passes: of a step.
+    passes: passes of a step.
   """
 
   name: str

@@ -38,7 +38,7 @@ class Condition:
   """Which trajectories to list; None and '' are any.
 
   Attributes:
-    phase: of training ('rl') or of evaluations ('eval').
+    phase: 'rl' for training, 'eval' for evaluations.
     family, end_reason: exactly these.
     success: a verdict of 1, or one below.
     least_s, most_s: bounds on the wall-clock seconds.

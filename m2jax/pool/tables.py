@@ -215,7 +215,7 @@ def check_row(table: sa.Table, row: Mapping[str, Any]) -> None:
   """Checks the values of a row of others: SQLite stores any type in any column.
 
   Args:
-    table: of the row.
+    table: the row's table.
     row: some of its columns.
 
   Raises:

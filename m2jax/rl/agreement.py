@@ -74,7 +74,7 @@ def excess(metrics: Mapping[str, float]) -> str:
   then those of other weights: nothing is judged.
 
   Args:
-    metrics: of `finish`, and replay/disagreement with a replay.
+    metrics: the metrics of `finish`, and replay/disagreement with a replay.
   """
   differing = metrics.get('replay/disagreement')
   name = 'mismatch/mean' if differing is None else 'mismatch/max'

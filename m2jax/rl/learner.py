@@ -131,7 +131,7 @@ class Packed(NamedTuple):
 
   Attributes:
     batch: rows and chunks; empty if no group has an advantage.
-    metrics: of the groups.
+    metrics: the groups' metrics.
     tokens: after merging, of all hosts.
     pack_s: seconds spent on it.
   """
@@ -169,10 +169,10 @@ class Learner:
     Args:
       cfg: the model.
       config: settings.
-      optimizer: of the state.
+      optimizer: the state's optimizer.
       state: to start from.
       sharding: the mesh.
-      served: makes what `variables` returns of those of the state.
+      served: maps the state's variables to what `variables` returns.
 
     Raises:
       ValueError: model or row_tokens do not divide over the mesh.

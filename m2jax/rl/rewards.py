@@ -306,7 +306,7 @@ def acted(
   one back modified, for example without its reasoning.
 
   Args:
-    completions: of a session.
+    completions: a session's completions.
     paid: ids of those that were paid.
   """
   completions = [c for c in completions if c.fork_reason not in UNTRAINED]

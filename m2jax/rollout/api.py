@@ -101,7 +101,7 @@ class GenerateRequest(ByValue):
 
   Attributes:
     prompt_ids: any sequence of integers.
-    grammar: of the response: at each step tokens that it does not allow have
+    grammar: the response's grammar: at each step tokens that it does not allow have
       probability 0, and the others are renormalised, before min-p, top-k and top-p.
       Needs `EngineConfig.grammars`.
   """
@@ -115,8 +115,8 @@ class NewTokens(tuple):
   """Response ids as they are drawn, the argument of `on_tokens`: a tuple of ids.
 
   Attributes:
-    logprobs: float32, of each id, as in GenerateResult.
-    top_ids, top_logprobs: of each, the most likely tokens, as in GenerateResult.
+    logprobs: float32, one per id, as in GenerateResult.
+    top_ids, top_logprobs: the most likely tokens at each id, as in GenerateResult.
   """
 
   logprobs: np.ndarray
@@ -194,8 +194,8 @@ class PageEvent(NamedTuple):
 
   Attributes:
     kind: 'stored', 'evicted', or 'cleared' if all pages were forgotten.
-    digest: of the page (`tiers.page_chain`); empty for 'cleared'.
-    version: of the policy whose weights computed the page.
+    digest: the page's digest (`tiers.page_chain`); empty for 'cleared'.
+    version: version of the policy that computed the page.
   """
 
   kind: str

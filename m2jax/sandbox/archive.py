@@ -126,7 +126,7 @@ def pack(root_fd: int, max_bytes: int, *, force: bool = True) -> bytes:
 
   Args:
     root_fd: open directory.
-    max_bytes: of the archive.
+    max_bytes: largest size of the archive.
     force: temporarily change modes to read files that the owner cannot read.
 
   Raises:

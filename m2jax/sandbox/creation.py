@@ -53,7 +53,7 @@ async def create(
       never followed.
     contents: relative path -> content of further initial files.
     backend: 'namespaces', the experimental 'gvisor', or the weaker 'rlimit_only'.
-    limits: of the sandbox.
+    limits: the sandbox's limits.
     env: environment variables in addition to PATH, HOME, LANG, TERM and USER.
     host: use of this machine.
 

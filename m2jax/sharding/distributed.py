@@ -22,9 +22,9 @@ def join(
   Args:
     coordinator: HOST:PORT of process 0. None, like the next two, is what JAX finds in
       the environment.
-    count: of processes.
+    count: number of processes.
     process: index of this one.
-    **settings: of `jax.distributed.initialize`.
+    **settings: further arguments of `jax.distributed.initialize`.
 
   Raises:
     ValueError: an argument is None and JAX does not find it.

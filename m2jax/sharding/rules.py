@@ -36,7 +36,7 @@ class Rules:
   """Logical axis → mesh axes; None is not split. `m2jax.sharding` describes the axes.
 
   Attributes:
-    rows, tokens: of the batch.
+    rows, tokens: the batch's axes.
     residual: a device's tokens between attention and experts, where activations have
       all channels; None repeats them, for steps of too few tokens to split.
     vocab, heads, experts, expert_hidden: computed in parallel. `heads` splits query

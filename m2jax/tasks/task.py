@@ -144,7 +144,8 @@ def families(config: TasksConfig, index: int | None = None) -> Mapping[str, floa
 
   Args:
     config: distribution of the tasks.
-    index: of the work item, for a kind with `has_stages`; None: all of any stage.
+    index: the work item's index, for a kind with `has_stages`; None: all families of
+      any stage.
   """
   module = kinds.module(__package__, config.kind)
   if index is not None and getattr(module, 'has_stages', False):

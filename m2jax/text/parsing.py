@@ -142,7 +142,7 @@ def parse(
       without the final `[e~[`; or a trusted text, in which the text of a special token
       counts as the token.
     tools: OpenAI tool dicts; undeclared parameters stay strings.
-    version: of the template, one of `invokes.VERSIONS`: where a value ends.
+    version: the template's version, one of `invokes.VERSIONS`: where a value ends.
 
   Raises no error for any text: `Message.status` reports what is wrong.
   """

@@ -34,7 +34,7 @@ class Tokenizer:
 
   Attributes:
     vocab_size: largest id + 1.
-    longest_token_bytes: of the tokens that plain text encodes to; None if
+    longest_token_bytes: length of the longest token that plain text encodes to; None if
       `fewest_tokens` has no bound.
     special_ids: text → id of M2's special tokens.
     bos_id, role_id, eos_id: `]~!b[`, `]~b]`, `[e~[`.

@@ -89,7 +89,7 @@ def expand(
     variables: {'params', 'router'}; the result shares its arrays.
     source: see above. 'main' and 'random' also make the first module of a model that
       has none, such as the released ones.
-    key: of random weights.
+    key: key for the random weights.
 
   Raises:
     ValueError: the model has as many modules already, or none to copy.
@@ -163,7 +163,7 @@ class Data(NamedTuple):
   """What an expansion reads.
 
   Attributes:
-    frozen, joint: of each stage of that part, a source of token arrays.
+    frozen, joint: for each stage of that part, a source of token arrays.
     held_out: documents that decide when the loss of the modules is stable.
   """
 
@@ -191,11 +191,11 @@ def fit(
   Args:
     config: the settings.
     model: before the expansion.
-    variables: of `model`; taken over.
+    variables: weights of `model`; taken over.
     data: the documents.
-    workdir: of the run, and of its metrics.
+    workdir: directory of the run and its metrics.
     make_run: phase and checkpoint manager → where the part's output goes.
-    seed: of random weights, and of the order of the documents.
+    seed: seed of random weights and of the order of the documents.
     sharding: the mesh to train on.
   """
   fit_part = functools.partial(pretrain.fit, seed=seed, sharding=sharding)

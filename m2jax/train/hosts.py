@@ -54,8 +54,8 @@ def find(sharding: Sharding, streams: int = 0) -> Hosts:
 
   Args:
     sharding: the mesh.
-    streams: of the data, which divide over the hosts: their number is at most the
-      greatest common divisor of it and the number of hosts; 0 is no limit.
+    streams: number of data streams. Hosts share a part of the rows until the number of
+      parts divides it; 0 is no limit.
   """
   if sharding.mesh is None:
     return Hosts()

@@ -76,7 +76,7 @@ class Run:
 
   Attributes:
     phase: its name in the metrics.
-    manager: of its checkpoints.
+    manager: manages its checkpoints.
     metrics: writer of its records.
     host: JSON-able values for every checkpoint, such as the config.
     files: files for every checkpoint, such as the tokenizer.

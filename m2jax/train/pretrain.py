@@ -50,10 +50,10 @@ class Batch(NamedTuple):
 
   Attributes:
     forest: weights are 1 where there is a loss.
-    stage: that it belongs to.
-    settings: what the step is compiled for.
+    stage: the stage that it belongs to.
+    settings: the settings that the step is compiled for.
     consumed: tokens before it.
-    num_tokens: of all hosts; rows have no padding.
+    num_tokens: tokens of all hosts; rows have no padding.
   """
 
   forest: forest.Forest
@@ -169,9 +169,9 @@ def fit(
   Args:
     config: the settings.
     model: its shape, which goes into every checkpoint.
-    sources: of each stage, a source of token arrays (see `data.stream`).
+    sources: for each stage, a source of token arrays (see `data.stream`).
     run: where checkpoints and records go.
-    seed: of the weights and of the order of the documents.
+    seed: seed of the weights and of the order of the documents.
     variables: where to start; taken over. None is random weights.
     only_mtp: freeze the main model, router biases included: only the MTP modules learn.
     sharding: the mesh to train on, where a stage has none of its own. Every process

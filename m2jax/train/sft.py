@@ -33,7 +33,7 @@ class SftConfig:
     row_tokens: S of the forest rows.
     loop: the budget.
     step: train-step settings.
-    optimizer: of this phase.
+    optimizer: this phase's optimizer.
     templates: name -> a template in which chats are shown (`data.chats.encode`); the
       report varies templates as it does prompts and tools. Empty: M2's.
   """
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
   Attributes:
     forest: the rows of this host.
-    num_tokens: of all hosts.
+    num_tokens: tokens of all hosts.
   """
 
   forest: forest.Forest
@@ -79,7 +79,7 @@ def fit(
     groups: what is learned; the samples of a group are next to each other, so that
       common prefixes are computed once (`data.packing.SampleBatches`).
     run: where checkpoints and records go.
-    seed: of the order of the groups.
+    seed: seed of the order of the groups.
     sharding: the mesh that the returned state is on. Every process calls this with the
       same arguments and its own `run.metrics`, and trains its own rows.
 

@@ -69,10 +69,11 @@ class PhasesConfig:
   A change takes effect with the first batch that begins at or after its token.
 
   Attributes:
-    tokens: of constant and decay phase together; 0 is a constant phase without end.
-    warmup_tokens: over which the learning rate rises, in the constant phase.
-    decay_tokens: of the decay phase, in which the learning rate falls linearly.
-    final_fraction: of the learning rate, at the end and after it.
+    tokens: tokens of constant and decay phase together; 0 is a constant phase without
+      end.
+    warmup_tokens: tokens over which the learning rate rises, in the constant phase.
+    decay_tokens: tokens of the decay phase, in which the learning rate falls linearly.
+    final_fraction: fraction of the learning rate that remains at the end and after it.
     decay_mtp_weight: λ of MTP in the decay phase; before, it is `step.mtp_weight`.
     bias_updates_until: fraction of `tokens` after which the router bias is frozen;
       before, its rate is `step.bias_update_rate`.
@@ -104,9 +105,9 @@ class PretrainConfig:
   Attributes:
     stages: one after the other, as (context, rows, tokens) or mappings; see `Stage`.
     phases: what changes during the run.
-    streams: of documents, read side by side (`packing.DocumentRows`), so that a batch
-      has at least this many documents; divides the rows of every stage. 0: the largest
-      number that does.
+    streams: number of streams of documents, read side by side (`packing.DocumentRows`),
+      so that a batch has at least this many documents; divides the rows of every stage.
+      0: the largest number that does.
     held_out_batches: the most batches of which the held-out loss is the mean.
     loop: the budget; its `steps` may end a run before its stages do.
     step: train-step settings.
@@ -263,7 +264,7 @@ class StagedRows(Iterator[Pieces]):
     """Starts at the beginning, or at a `state()`.
 
     Args:
-      sources: of each stage, token arrays (see `data.stream`).
+      sources: for each stage, token arrays (see `data.stream`).
       seed: order of the documents.
       state: position to continue from. The hosts may be others than those of the save.
       hosts: in each stage, the part of the rows that this host reads: all that it

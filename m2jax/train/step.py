@@ -67,8 +67,8 @@ class StepConfig:
       for each device (`on`).
     mtp_weight: λ of the MTP loss.
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head.
-    draft_weight: of the top-K KL of the MTP modules from the trunk; needs detach_mtp.
-    draft_top_k: K, the trunk's words that it compares; 0: nothing is compared. With a
+    draft_weight: weight of the MTP modules' top-K KL from the trunk; needs detach_mtp.
+    draft_top_k: K, the trunk's words to compare; 0: nothing is compared. With a
       draft_weight of 0 the comparison is only measured.
     draft_rest: the words outside these K are one more; False: both sides are
       renormalised on the K words.
@@ -156,8 +156,8 @@ def new_state(
 
   Args:
     cfg: the model.
-    optimizer: of its parameters.
-    key: of the weights.
+    optimizer: the parameters' optimizer.
+    key: key for the weights.
     sharding: where they go.
     initialize: `optimizer.initializer`'s, for rules that start from other weights.
   """
@@ -313,7 +313,7 @@ class Sums(NamedTuple):
   """The sums of one part of a batch.
 
   Attributes:
-    gradients: of the parameters.
+    gradients: gradients of the parameters.
     metrics: scalars.
     loads: expert assignments, as `model.Outputs`.
   """
@@ -370,7 +370,7 @@ def make_step(
 
   Args:
     cfg: the model.
-    optimizer: of its parameters.
+    optimizer: the parameters' optimizer.
     objective: what is learned.
     config: settings.
     sharding: with a mesh the state is sharded by `state_specs`, and `config.micro_rows`

@@ -33,7 +33,7 @@ def write(
 
   Args:
     run: what to write; what is added meanwhile may be left out.
-    path: of the HTML file.
+    path: the HTML file's path.
     on_progress: is passed the fraction that is done.
 
   Returns:

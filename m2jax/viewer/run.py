@@ -26,7 +26,7 @@ class Run:
   """Opens a run for reading, also while its job writes it.
 
   Attributes:
-    workdir, title, reader, bundles, annotations: of the run.
+    workdir, title, reader, bundles, annotations: the run's.
   """
 
   def __init__(
@@ -38,7 +38,7 @@ class Run:
     """Opens it.
 
     Args:
-      workdir: of the job.
+      workdir: the job's workdir.
       pool_url: its pool; '' is the database in the workdir.
       tok: None: WORKDIR/tokenizer.json if it is there, else tokens have no text.
 

@@ -25,11 +25,11 @@ def link(base_url: str, key: str, names: Collection[str] = ()) -> str:
   """The address to open; the part behind # stays in the browser.
 
   Args:
-    base_url: of a server, with the address that it listens at.
-    key: that the page's API needs.
-    names: of the server. Beyond loopback the first that other machines may know takes
-      the place of its address; without one, it is this machine's address if the server
-      listens at all of them.
+    base_url: a server's URL, with the address that it listens at.
+    key: the key that the page's API needs.
+    names: the server's names. Beyond loopback the first that other machines may know
+      takes the place of its address; without one, it is this machine's address if the
+      server listens at all of them.
   """
   listening = urllib.parse.urlsplit(base_url)
   host = listening.hostname

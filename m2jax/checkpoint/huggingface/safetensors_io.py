@@ -60,7 +60,7 @@ class Reader:
   """One file, read with `pread`: no memory map, no cache.
 
   Attributes:
-    path: of the file.
+    path: the file's path.
     entries: its tensors by name.
   """
 
@@ -199,7 +199,7 @@ def _entry(name: str, tensor: Mapping[str, Any], first: int) -> tuple[Entry, int
   """An Entry from a tensor's description in the header, and where its data end.
 
   Args:
-    name: of the tensor.
+    name: the tensor's name.
     tensor: its description.
     first: where the data begin.
   """

@@ -44,7 +44,7 @@ def load(
     directory: local, with config.json and *.safetensors.
     mesh: None is one device.
     rules: how parameters are sharded over the mesh; None replicates them.
-    dtype: of the parameters ('float32', 'bfloat16'); None is that of config.json.
+    dtype: dtype of the parameters ('float32', 'bfloat16'); None is that of config.json.
       Routers and their biases are always at least fp32. 'block_fp8': the linear layers,
       stored in FP8, become `block_fp8.Blocks`, and nothing is dequantised; the rest has
       the dtype of config.json.
@@ -148,9 +148,9 @@ def save(
     variables: {'params', 'router'}; jax arrays on any mesh, or numpy arrays. Linear
       layers that are `block_fp8.Blocks` are written as they are.
     tokenizer: content of the tokenizer.json that goes with the weights.
-    dtype: of the written parameters; None is that of the arrays. Routers and their
-      biases always keep theirs. 'block_fp8': linear layers in FP8 as released, the rest
-      as it is.
+    dtype: dtype of the written parameters; None is that of the arrays. Routers and
+      their biases always keep theirs. 'block_fp8': linear layers in FP8 as released,
+      the rest as it is.
     max_shard_bytes: maximum data per file, unless a single tensor has more.
 
   Raises:

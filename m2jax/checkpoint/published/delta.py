@@ -38,11 +38,11 @@ class Entry:
   """Where the difference of a box is, and what checks it.
 
   Attributes:
-    name: of the leaf.
+    name: the leaf's name.
     start, stop: per axis, in the whole leaf.
-    crc32: of the box's bytes in the new version.
-    offset, size: of the payload in the data file, in bytes.
-    payload_crc32: of the payload.
+    crc32: checksum of the box's bytes in the new version.
+    offset, size: where the payload is in the data file, in bytes.
+    payload_crc32: checksum of the payload.
   """
 
   name: str

@@ -26,9 +26,9 @@ def dtype_of(name: str, leaf: Any, dtype: str | None) -> np.dtype:
   """The dtype in which a leaf, such as 'params/layers/q', is published.
 
   Args:
-    name: of the leaf in the variables.
+    name: the leaf's name in the variables.
     leaf: has `dtype` and `ndim`.
-    dtype: of the activations; None changes nothing. No leaf is widened.
+    dtype: dtype of the activations; None changes nothing. No leaf is widened.
   """
   own = np.dtype(leaf.dtype)
   kind, _, path = name.partition('/')
@@ -50,7 +50,7 @@ def like(cfg: ModelConfig, sharding: Sharding = ONE_DEVICE) -> Any:
 
   Args:
     cfg: the model; the learner publishes with its dtype.
-    sharding: of the engine (`Engine.sharding`).
+    sharding: the engine's sharding (`Engine.sharding`).
   """
 
   def one(name, leaf):

@@ -31,12 +31,12 @@ class Published:
 
   Attributes:
     version: its name.
-    raw_bytes: of the arrays.
-    whole_bytes: of the files of the whole version; 0 if it was not written.
-    delta_bytes: of the files of the difference; 0 if there is none.
+    raw_bytes: size of the arrays.
+    whole_bytes: size of the files of the whole version; 0 if it was not written.
+    delta_bytes: size of the files of the difference; 0 if there is none.
     values: by dtype [values, changed values, compressed bytes of the difference]; empty
       if there is none.
-    seconds: that it took.
+    seconds: time that it took.
   """
 
   version: Version
@@ -68,7 +68,8 @@ class Publisher:
     Args:
       directory: on storage that the readers share: a local path, or a URL that Orbax
         can write.
-      dtype: of the activations (`dtype_of`); None publishes the weights as they are.
+      dtype: dtype of the activations (`dtype_of`); None publishes the weights as they
+        are.
       full_every: every n-th version is also written as a whole.
       keep_full: whole versions to keep, and the differences after the oldest of them.
     """
@@ -94,7 +95,7 @@ class Publisher:
     Args:
       variables: the weights, of any placement.
       version: step of the policy.
-      lineage: of the weights (`records.Lineages`).
+      lineage: number of the weights' lineage (`records.Lineages`).
 
     Raises:
       ValueError: the structure differs from that of the version before.

@@ -30,8 +30,8 @@ def dot(
     w: weights. Blocks are dequantised, or with 'block_fp8' used as they are: without a
       gradient.
     matmuls: precision.
-    implementation: of 'block_fp8': 'reference' or 'native'; None resolves by the
-      platform lowered for.
+    implementation: an implementation of 'block_fp8': 'reference' or 'native'; None
+      resolves by the target platform.
 
   Raises:
     ValueError: an unknown implementation.

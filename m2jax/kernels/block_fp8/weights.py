@@ -18,7 +18,7 @@ def is_linear(name: str) -> bool:
   """Whether `ModelConfig.matmuls` and the release's quantization_config cover it.
 
   Args:
-    name: of a block's parameter.
+    name: the name of a block's parameter.
   """
   param = BLOCK.get(name)
   return param is not None and param.kind in (Kind.MATRIX, Kind.EXPERT)

@@ -46,7 +46,7 @@ def attend(
       beyond S a token sees all positions. With `subtree_end` consecutive, but for
       padding at the end.
     subtree_end: exclusive, in the chunk; None: the chunk is a chain.
-    scale: of the scores; None is H ** -0.5.
+    scale: factor on the scores; None is H ** -0.5.
     logsumexp: whether to return the logsumexp of each query's scores, too, at least
       fp32; +inf for a query that sees nothing.
     implementation: 'reference', 'cpu', 'tpu', 'mosaic_gpu' (Hopper) or 'gpu' (Triton).

@@ -20,7 +20,8 @@ class Cache(NamedTuple):
   that is sliced out of the stack.
 
   Attributes:
-    k, v: of all layers, or of one layer, [K, pages, page, H], if `layer` is None.
+    k, v: keys and values of all layers, or of one layer, [K, pages, page, H], if
+      `layer` is None.
     tables: pages of each row's positions; unused entries must name a page that exists.
     layer: index into the stack.
   """

@@ -36,7 +36,7 @@ def norm_rope(
 
   Args:
     x: queries or keys of all heads.
-    scale: of the norm.
+    scale: the norm's scale.
     cos, sin: at least fp32; no gradient. Of each head the first R dims are rotated, dim
       i with dim i + R/2.
     head_dim: channels of a head.

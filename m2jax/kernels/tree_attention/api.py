@@ -37,8 +37,8 @@ def prepare(
 
   Args:
     visibility: which keys each query sees.
-    q, k: of the shapes and dtypes of those that `attend` then gets. Only the ratio of
-      their numbers of heads matters, so that heads may be split over devices.
+    q, k: arrays, or shapes and dtypes, like those that `attend` then gets. Only the
+      ratio of their numbers of heads matters, so that heads may be split over devices.
   """
   visibility = visibility.complete(q.shape[1])
   if tpu.unsupported_reason(q, k, k):
@@ -69,7 +69,7 @@ def attend(
     q: queries; N is a multiple of K.
     k, v: keys and values.
     visibility: which keys each query sees.
-    scale: of the scores; None is H ** -0.5.
+    scale: factor on the scores; None is H ** -0.5.
     implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
       lowered for, or 'reference' where that does not support these tensors.
 

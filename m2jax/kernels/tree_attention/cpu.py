@@ -49,7 +49,7 @@ class _Plan(NamedTuple):
   steps that have fewer than p key blocks.
 
   Attributes:
-    count: of steps.
+    count: number of steps.
     query: [most steps] the block of queries; sorted.
     keys: [most steps, p] key blocks.
     index: by block: of queries [m, r], of keys [n + 1, b].

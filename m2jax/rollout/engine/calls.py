@@ -115,7 +115,8 @@ class Calls:
     """`generate_many` on the Contexts of an earlier call of as many rows and pages.
 
     Args:
-      kept: of the earlier call, which has the pages of each row that is not stale.
+      kept: the earlier call's Contexts, which have the pages of each row that is not
+        stale.
       stale: [P] bool, rows to take out of the pages.
     """
     kept = contexts.refresh(kept, state.pages, tables, stale)

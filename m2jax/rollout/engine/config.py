@@ -22,8 +22,8 @@ class EngineConfig:
     slots: S, sequences that are being prefilled or decoded.
     context_tokens: prompt and response together, per sequence.
     page_tokens: tokens of a page; whole pages are shared by equal prefixes.
-    pages: of the cache, at most this many tokens in all, of running sequences and of
-      prefixes of finished ones. 0: room for every slot at its full context.
+    pages: pages of the cache, for running sequences and prefixes of finished ones. 0:
+      room for every slot at its full context.
     max_steps: N, maximum decode steps per call; the host wakes once per call.
     decode_rows: batch sizes of a decode call; the largest is `slots`.
     prefill_shapes: (rows, chunk tokens) of a prefill call.
@@ -33,7 +33,7 @@ class EngineConfig:
     max_top_logprobs: maximum of a request's top_logprobs.
     confident_probability, confident_tokens: a generation ends ('length') after
       confident_tokens consecutive tokens above this probability (DESIGN §6).
-    cache_dtype: of the K/V cache; None is the model's activation dtype. In
+    cache_dtype: dtype of the K/V cache; None is the model's activation dtype. In
       'float8_e4m3fn' numbers have no scale and saturate at 448; attention computes in
       the activations' dtype (docs/low_precision.md).
     weights_dtype: 'block_fp8' stores linear layers as the release does; weights that

@@ -68,7 +68,7 @@ class CachedKeys(NamedTuple):
     tables: cos, sin of RoPE.
     carry: the cache.
     stacked: [L], the cache's index of each layer.
-    rows: of the tokens.
+    rows: the tokens' rows.
     visible: [P, S], if not all are: which keys a token other than itself sees.
   """
 

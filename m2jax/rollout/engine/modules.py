@@ -39,8 +39,9 @@ class Start(NamedTuple):
   """What a chunk continues.
 
   Attributes:
-    states: of the trunk and each module but the last, [P, D] each, before the chunk.
-    depth: [P] of the token before it; -1 before a sequence's first token.
+    states: states of the trunk and each module but the last, [P, D] each, before the
+      chunk.
+    depth: [P], the depth of the token before it; -1 before a sequence's first token.
   """
 
   states: tuple[jax.Array, ...]

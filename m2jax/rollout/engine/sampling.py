@@ -102,8 +102,8 @@ def penalize(
   """The logits with penalties for tokens that are there already, and biases.
 
   Args:
-    tokens: of prompt and response, at any position.
-    prompt, response: which positions are.
+    tokens: tokens of prompt and response, at any position.
+    prompt, response: which positions belong to each.
   """
   row = jnp.arange(len(logits))[:, None]
   count = lambda where: (

@@ -18,12 +18,12 @@ class RouterConfig:
     observe_s: seconds between two looks at the replicas' statistics.
     max_attempts: replicas that a request is submitted to, one after the other, when
       they fail.
-    max_restarts: of a replica in a row that fail, with `restart_s` seconds before the
-      first and twice as long before each other one.
+    max_restarts: consecutive failed restarts of a replica, the first after `restart_s`
+      seconds, each later one after twice the wait.
     reuse_stale_prefix: as in the replicas' SchedulerConfig.
     migration_s: seconds to take a token's keys and values from a pool of pages that all
       replicas share, until it is measured; inf if there is none.
-    seed: of the random stream for requests without a seed, and of the policy.
+    seed: seed of the random stream for requests without a seed, and of the policy's.
   """
 
   policy: str = 'cost_aware'

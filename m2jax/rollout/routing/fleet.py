@@ -26,7 +26,7 @@ class Sizes:
   """Of a replica, as its statistics report them.
 
   Attributes:
-    pages: of its cache, with page_tokens tokens each.
+    pages: pages of its cache, with page_tokens tokens each.
     slots: requests at a time.
     budget_tokens: prompt tokens computed between two decode calls.
     steps: tokens of a sequence in a decode call.
@@ -44,7 +44,7 @@ class Prior:
   """What is assumed before the first measurements, equally of all replicas.
 
   Attributes:
-    rates: of the right order of magnitude.
+    rates: rates of the right order of magnitude.
     migration_s: see `View`; inf if replicas have no pool of pages in common.
   """
 
@@ -58,8 +58,8 @@ class Flight:
 
   Attributes:
     chain: digests of the prompt's full pages.
-    missing_tokens: of the prompt that the replica is expected to compute, and
-      missing_positions that they attend to.
+    missing_tokens: tokens of the prompt that the replica is expected to compute;
+      missing_positions are the positions that they attend to.
     streams: whether its first token has been drawn.
   """
 
@@ -78,8 +78,8 @@ class Replica:
   Attributes:
     alive: whether it can take requests.
     index: its pages.
-    estimator: of its rates.
-    migration_s: to take one token's keys and values from another replica.
+    estimator: estimates its rates.
+    migration_s: seconds to take one token's keys and values from another replica.
   """
 
   def __init__(self, number: int, sizes: Sizes, index: PrefixIndex, prior: Prior):
@@ -159,7 +159,7 @@ class Fleet:
   Attributes:
     replicas: by number.
     policy: chooses among those that are alive.
-    version: of the policy whose weights new requests get.
+    version: version of the policy whose weights new requests get.
   """
 
   def __init__(
@@ -240,7 +240,7 @@ class Fleet:
     """The request has ended.
 
     Args:
-      chain: of its prompt and response, which are cached now.
+      chain: digests of its prompt and response, which are cached now.
       response_tokens: None if it failed.
     """
     replica = self.replicas[flight.replica]

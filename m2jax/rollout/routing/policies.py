@@ -28,7 +28,7 @@ class Query:
   """A request.
 
   Attributes:
-    prompt_tokens: of its prompt.
+    prompt_tokens: tokens of its prompt.
     session: identifies its conversation.
     draw: a random number in [0, 1), the policy's only source of randomness.
   """
@@ -44,7 +44,8 @@ class View:
 
   Attributes:
     replica: its number.
-    cached_tokens: of the prompt's prefix that it has, or will have.
+    cached_tokens: tokens of the prompt's prefix that it has, or will have, in its
+      cache.
     waiting: requests sent to it without a first token yet, and waiting_tokens the
       prompt tokens that it has to compute for them; these attend to
       waiting_positions.
@@ -54,8 +55,8 @@ class View:
     steps: tokens of a sequence in a decode call.
     response_tokens: expected of a request.
     rates: times of its work.
-    migration_s: to take one token's keys and values from another replica; inf if it
-      cannot.
+    migration_s: seconds to take one token's keys and values from another replica; inf
+      if it cannot.
   """
 
   replica: int
@@ -119,7 +120,8 @@ class PrefixAware:
   """The longest cached prefix, unless the load is out of balance.
 
   Attributes:
-    least_share: of the prompt that must be cached; else the least loaded replica.
+    least_share: share of the prompt that must be cached; else the least loaded replica
+      is chosen.
     absolute, relative: the load is out of balance when its maximum is above the minimum
       by more than `absolute` requests and by more than the factor `relative`. The
       defaults had the higher hit rate of the two that are published.

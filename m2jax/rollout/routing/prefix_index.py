@@ -21,7 +21,8 @@ class PrefixIndex:
 
   Attributes:
     capacity: maximum pages.
-    version: of the policy; pages of older ones are not found, unless `keep_stale`.
+    version: the policy's version; pages of older ones are not found, unless
+      `keep_stale`.
   """
 
   def __init__(self, capacity: int, version: int = 0, *, keep_stale: bool = False):
@@ -48,7 +49,8 @@ class PrefixIndex:
     """Expects the pages of a request that was sent to the replica, or has ended there.
 
     Args:
-      version: of the policy that the replica had; an older one's are not added.
+      version: version of the policy that the replica had; an older one's pages are not
+        added.
     """
     if version < self.version and not self._keep_stale:
       return

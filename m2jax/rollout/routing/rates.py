@@ -27,9 +27,10 @@ class Rates:
   """Times of an engine's work.
 
   Attributes:
-    prefill_s: of a prompt token that is not cached, and position_s of each position
-      that it attends to: a token deep in a prompt costs more than one at its begin.
-    call_s: of a decode call, and draw_s of each token that it samples.
+    prefill_s: time per prompt token that is not cached; position_s is added per
+      position that it attends to, so a token deep in a prompt costs more than an early
+      one.
+    call_s: time of a decode call; draw_s is added per token that it samples.
   """
 
   prefill_s: float

@@ -26,7 +26,7 @@ def all_sizes(replicas: Sequence[Serving], page_tokens: int | None) -> list[Size
   """Of replicas, of which some may not serve yet: these get a placeholder.
 
   Args:
-    page_tokens: of all of them; None: as in those that serve.
+    page_tokens: tokens per page, the same for all; None: taken from those that serve.
 
   Raises:
     ValueError: none serves, and page_tokens is None.
@@ -46,9 +46,9 @@ def total(
   """The statistics of all replicas as those of one engine.
 
   Args:
-    living: of each that serves.
+    living: statistics of each replica that serves.
     past: what is added, such as totals of those that do not serve any more.
-    version: of the weights published last, if none serves.
+    version: version of the weights published last, for the case that none serves.
   """
   out = dict.fromkeys(_EXPECTED, 0) | past | {'living_replicas': len(living)}
   for stats in living:

@@ -91,7 +91,7 @@ class Router(Serving):
         one that is alive again comes back.
       variables: the weights of `version`, which only `make` needs.
       follows: replicas take new weights by themselves; `update_weights` is not called.
-      page_tokens: of the replicas' pages; None needs one that serves.
+      page_tokens: tokens per page of the replicas; None needs one that serves.
     """
     if not replicas:
       raise ValueError('replicas: at least one is needed')
@@ -143,8 +143,9 @@ class Router(Serving):
     A scheduler that gives up is replaced by a new one.
 
     Args:
-      engines: of the same model and sizes, each on devices of its own, or several times
-        the same: then they share its compiled programs, and its device's time.
+      engines: engines with the same model and sizes, each on its own devices; or one
+        engine several times: its schedulers share its compiled programs and its
+        device's time.
       variables: the weights of `version`, which the router keeps for new schedulers.
         The caller must not donate them.
       warmup: compiles all shapes before anything is served.

@@ -67,9 +67,9 @@ class Batcher:
     waiting: requests without a slot, oldest first.
     jobs: requests by slot.
     counts: totals since the start, by the names in TOTALS.
-    journal: of the cached pages.
+    journal: changes of the cached pages.
     failures: failed ticks since the last successful decode call.
-    pauses: of decoding, when weights are replaced.
+    pauses: pauses of decoding while weights are replaced.
   """
 
   def __init__(

@@ -20,13 +20,13 @@ class SchedulerConfig:
       one finished some or there was none to do (`Scheduler._gather`).
     reuse_stale_prefix: cached K/V of older weights may be reused (see scheduler.py).
     max_failures: consecutive failing steps after which the scheduler gives up.
-    seed: of the random stream for requests without a seed.
+    seed: seed of the random stream for requests without a seed.
     weights_part_bytes: bytes of new weights placed on a mesh between two decode calls.
     look_ahead: while the same sequences decode, without drafts, each call is made
       before the tokens of the one before are read.
-    draft_tokens: of each step; None takes what is fastest, at most
+    draft_tokens: tokens drafted in each step; None takes what is fastest, at most
       EngineConfig.draft_tokens (see drafting.py).
-    host_cache_bytes: of host memory for pages that leave the device cache; 0: none.
+    host_cache_bytes: host memory for pages that leave the device cache; 0: none.
     kv_pool: a store of pages beyond host memory.
   """
 

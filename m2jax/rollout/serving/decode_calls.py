@@ -59,7 +59,7 @@ class Call:
 
   Attributes:
     slots: [p] of its sequences.
-    version: of the weights.
+    version: version of the weights.
     masked: whether it has masks.
     at, num_rows: their rows, see `lay`.
     found: Sampled, with drafts also Drafted, on the device.
@@ -99,7 +99,7 @@ class DecodeCalls:
     """Decodes `slots` [p]; they must have pages for the call's tokens.
 
     Args:
-      version: of `variables`.
+      version: version of `variables`.
       masks: [p, W], of responses with a grammar.
 
     Returns:

@@ -69,7 +69,7 @@ def tool_call(names: Sequence[str], tool_call: tuple[int, int]) -> str:
   Other calls may follow; there is no content.
 
   Args:
-    names: of the tools.
+    names: the tools' names.
     tool_call: the ids before and after calls.
   """
   begin, end = tool_call

@@ -23,11 +23,11 @@ class Job:
 
   Attributes:
     tokens: the prompt, and what was drawn before the sequence was retracted.
-    logprobs, versions: of the tokens that were drawn.
+    logprobs, versions: one per token drawn.
     experts: ids recorded before it was retracted, of its first tokens; or None.
-    top: of each decode call the most likely ids and their log-probabilities, if the
-      request asks for them.
-    cached_tokens: of the prompt, when it was first placed.
+    top: the most likely ids and their log-probabilities, one entry per decode call, if
+      the request asks for them.
+    cached_tokens: tokens of the prompt that were cached when it was first placed.
     matcher: where the response is in the request's grammar, if it has one. It has
       taken all tokens that were drawn, also while the sequence is retracted.
   """

@@ -39,7 +39,7 @@ class KeptContexts:
   """The contexts of an engine with `keeps_contexts`.
 
   Args:
-    masked: of the calls for requests with a grammar.
+    masked: whether the calls are for requests with a grammar.
   """
 
   def __init__(self, engine, masked: bool = False):
@@ -88,7 +88,7 @@ class KeptContexts:
     """`generate_kept` or `generate_masked` on the contexts of the rows that `lay` gave.
 
     Args:
-      arguments: of the call, after the contexts.
+      arguments: the call's arguments after the contexts.
     """
     shape = self._shapes[size, n]
     contexts, shape.contexts = shape.contexts, None  # donated

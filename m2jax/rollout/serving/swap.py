@@ -18,7 +18,7 @@ class Swap:
   """Weights on their way into the engine; used by its thread.
 
   Attributes:
-    version: of the weights.
+    version: version of the weights.
   """
 
   def __init__(self, parts: Iterator[Any], version: int):
@@ -26,7 +26,7 @@ class Swap:
 
     Args:
       parts: gives None after each part, and at last the weights.
-      version: of the weights.
+      version: version of the weights.
     """
     self._parts, self.version = parts, version
 

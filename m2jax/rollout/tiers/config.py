@@ -14,14 +14,15 @@ class KvPoolConfig:
   """Where pages are stored, and how much.
 
   Attributes:
-    url: of a tensorstore key-value store: memory://name/ (of this process),
+    url: URL of a tensorstore key-value store: memory://name/ (of this process),
       file:///directory/, gs://bucket/prefix/. Engines with the same model, weights and
       sizes share what they find there. '': no pool.
-    bytes: of all pages there. Every engine that writes keeps to it; see `usage`.
+    bytes: limit on the size of all pages there. Every engine that writes keeps to it;
+      see `usage`.
     queue_pages: pages that wait to be written; further ones are dropped and counted.
     wait_s: how long a request waits at most for pages that are being read, before they
       are computed instead.
-    timeout_s: of one operation of the store.
+    timeout_s: timeout of one operation of the store.
   """
 
   url: str = ''

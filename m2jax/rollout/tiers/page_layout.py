@@ -24,8 +24,8 @@ class Layout:
   """Shapes and dtypes of a page's arrays.
 
   Attributes:
-    axes: of the pages in each array of a block.
-    structure: of a block, a `pages.Pages`.
+    axes: axis of the pages in each array of a block.
+    structure: tree structure of a block, a `pages.Pages`.
   """
 
   shapes: tuple[tuple[int, ...], ...]

@@ -30,8 +30,8 @@ class Node:
   """A page with the tokens of its prefix that no other page before it has.
 
   Attributes:
-    page: its number; UNUSED of the root.
-    version: of the policy whose weights computed it.
+    page: its number; the root's is UNUSED.
+    version: version of the policy that computed it.
     users: running sequences that read it.
     used: when it was last used.
     known: whether it is in the tree; a sequence may go on to read it when it is not.

@@ -48,7 +48,7 @@ class Draft:
   """A task to be written.
 
   Attributes:
-    name: of the directory; letters, digits, '.', '_' and '-'.
+    name: the directory's name; letters, digits, '.', '_' and '-'.
     instruction: Markdown.
     metadata: its facts.
     archive: path of a tar.gz to link into the directory; None for an empty workspace.
@@ -87,9 +87,9 @@ class Directory:
   """A task that was read.
 
   Attributes:
-    path: of the directory.
-    instruction: of instruction.md.
-    metadata: of task.toml.
+    path: the directory's path.
+    instruction: the text of instruction.md.
+    metadata: the content of task.toml.
     verifier_s: time limit of the verifier.
   """
 
@@ -180,7 +180,7 @@ def read(path: Path, ceilings: schema.Ceilings = schema.CEILINGS) -> Directory:
   """Reads a task directory, which may be from anywhere.
 
   Args:
-    path: of the directory.
+    path: the directory's path.
     ceilings: the most that the task may ask for.
 
   Raises:

@@ -176,7 +176,7 @@ def attempt(
   Args:
     directory: the task.
     script: commands of a shell in /workspace.
-    network: of the build, which may have to install packages.
+    network: network of the build, which may have to install packages.
   """
   limits = sandbox.Limits(memory_bytes=2 << 30, wall_s=600.0)
   name = f'm2jax-{secrets.token_hex(8)}'

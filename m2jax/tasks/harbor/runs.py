@@ -32,10 +32,10 @@ async def run(
   are as they were before.
 
   Args:
-    command: of the shell.
+    command: a shell command.
     tree: relative path → content.
     tests: the files of tests/.
-    backend, limits, host: of the sandboxes.
+    backend, limits, host: settings of the sandboxes.
 
   Raises:
     compose.Rejected: the agent has a directory where an input is, or the reverse, or

@@ -43,10 +43,10 @@ class Ceilings(sandbox.Limits):
   """The most that a task may ask for; one that asks for more is a `BadTask`.
 
   Attributes:
-    cpu_s, memory_bytes, processes, output_bytes, file_bytes, workspace_bytes: of the
-      verifier's sandbox, as in `sandbox.Limits`.
+    cpu_s, memory_bytes, processes, output_bytes, file_bytes, workspace_bytes: limits of
+      the verifier's sandbox, as in `sandbox.Limits`.
     wall_s: elapsed time of the verifier.
-    tool_calls: of an episode.
+    tool_calls: tool calls of an episode.
   """
 
   cpu_s: int = 3600

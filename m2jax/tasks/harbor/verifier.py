@@ -70,7 +70,7 @@ class Verdict:
     reward: in [0, 1]; 0 if invalid.
     reason: why not passed; '' if passed.
     wall_s: elapsed time of test.sh.
-    details: of details.json.
+    details: content of details.json.
   """
 
   outcome: str
@@ -198,7 +198,7 @@ async def verify(
     directory: the task.
     workspace: directory that the agent left.
     answer: its final message.
-    backend, limits: of the verifier's sandbox. The elapsed time is the task's.
+    backend, limits: settings of the verifier's sandbox. The elapsed time is the task's.
   """
   metadata = directory.metadata
   policy = metadata.collect, metadata.exclude
