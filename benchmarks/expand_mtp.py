@@ -104,7 +104,7 @@ class Mixture(NamedTuple):
   """Where the parts of new modules are from: names of `train.expand_mtp`'s sources.
 
   Attributes:
-    block: also of its router bias.
+    block: source of the block and its router bias.
     projection: 'main' passes the hidden state, and a random projection of the embedding
       at a tenth of its size; `WHOLE` at its size; `BOTH` passes both, and adds them;
       `EMBEDDING` passes the embedding, and a tenth of the hidden state.

@@ -52,8 +52,8 @@ class SimulatedEngine:
   """`rollout.Engine` for a Batcher, of one group.
 
   Attributes:
-    spent_s: by its calls since the caller set it to 0.
-    responses: [n] int32 by seed.
+    spent_s: time of its calls since the caller set it to 0.
+    responses: [n] int32, by seed.
   """
 
   groups, keeps_contexts, waits_for_tokens = 1, False, True

@@ -51,7 +51,7 @@ class Timed:
   """An engine whose calls end before they return, and are measured.
 
   Attributes:
-    seconds: by ('dispatch' or 'device', kind of call).
+    seconds: total time, by ('dispatch' or 'device', kind of call).
     programs: the compiled text of each decode call, by its arguments' shapes.
   """
 

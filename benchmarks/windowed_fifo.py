@@ -65,7 +65,7 @@ class Policy:
   """A scheduling policy.
 
   Attributes:
-    name: in the table.
+    name: its name in the table.
     window: W, or None for greedy.
     max_age: versions after which an item is discarded; None: never.
   """
@@ -102,7 +102,7 @@ class Items:
   """The stream of items: arrays by index.
 
   Attributes:
-    latency: in medians.
+    latency: multiples of the median.
     length: tokens, in arbitrary units.
     difficulty: standard normal.
   """

@@ -272,7 +272,7 @@ def rewards_at(run: Mapping[str, Any], key: int, limit: float) -> dict[str, floa
 
   Args:
     key: 0 interpolates over updates, 1 over time.
-    limit: where.
+    limit: the update or time to interpolate at.
   """
   x = [entry[key] for entry in run['history']]
   y = np.array([entry[2] for entry in run['history']])
