@@ -44,7 +44,7 @@ class Row:
   Attributes:
     pipeline: its name.
     tasks, rejected: candidates of all runs in the folder.
-    seconds: for a task, as if candidates were tried one after the other; 0 for none.
+    seconds: time per task, as if candidates were tried one after the other; 0 for none.
     note: why it was skipped or failed.
   """
 
