@@ -26,7 +26,7 @@ class Admission:
     outcome: 'admitted', 'rejected' or 'invalid' (the machine failed).
     reason: why not admitted.
     wall_s: elapsed time of all attempts.
-    verifier_s: that of each run of the verifier.
+    verifier_s: elapsed time of each run of the verifier.
     evidence: file name → base64: `evidence` of the last details.json.
   """
 

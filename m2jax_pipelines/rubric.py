@@ -61,7 +61,7 @@ class Item:
 class Judgement:
   """Attributes:
   score: in [0, 1].
-  holds: by item.
+  holds: item → decision.
   evidence: the quotation of each item that a model decided.
   by: 'scripted', or the model's name.
   critical: items that made the score 0.

@@ -116,7 +116,7 @@ async def run(
     base_url: the server's URL, including '/v1'.
     model: its name there.
     path: JSON-lines file of the episodes.
-    api_key: for the server.
+    api_key: the server's API key.
     on_end: called with each episode's record.
   """
   log = records.Records(path)

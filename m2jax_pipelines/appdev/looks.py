@@ -26,7 +26,7 @@ ITEMS = {
 @dataclasses.dataclass(frozen=True)
 class Looks:
   """Attributes:
-  holds: by item; empty if nothing was judged.
+  holds: item → decision; empty if nothing was judged.
   by: the model's name, or 'scripted': no model, nothing judged.
   """
 

@@ -40,7 +40,7 @@ class Question:
   Attributes:
     family: 'chain' or 'meeting'.
     starts: clues.
-    words: that choose the links, in order.
+    words: the words that choose the links, in order.
     path: ids of the passages, the last is the answer's.
     answers: accepted titles.
   """

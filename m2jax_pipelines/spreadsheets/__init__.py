@@ -45,10 +45,11 @@ _SOLVE = (
 @dataclasses.dataclass(frozen=True)
 class Config(PipelineConfig):
   """Attributes:
-  hidden_cases: changes of the inputs that a workbook must stand, unseen by the agent:
-    at least this many, and more until all wrong formulas of `mutants` fail.
-  engines: that must agree; empty: those on this machine. A task that names LibreOffice
-    is judged only where it is installed, and takes seconds more a verdict.
+  hidden_cases: changes of the inputs under which a workbook must remain right, unseen
+    by the agent: at least this many, and more until all wrong formulas of `mutants`
+    fail.
+  engines: engines that must agree; empty: those on this machine. A task that names
+    LibreOffice is judged only where it is installed, and takes seconds more a verdict.
   """
 
   kind: str = 'spreadsheets'

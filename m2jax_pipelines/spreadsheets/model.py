@@ -24,9 +24,9 @@ class Wanted:
 
   Attributes:
     text: what it must hold, in words.
-    formula: that holds it.
-    wrong: formulas that do not, beside those that `mutants` derives.
-    equal: derived ones that do all the same, whatever the inputs.
+    formula: the right formula.
+    wrong: wrong formulas, beside those that `mutants` derives.
+    equal: derived formulas that give the same values, whatever the inputs.
   """
 
   text: str
@@ -43,7 +43,7 @@ class Model:
   changing: what may change, in words.
   inputs: the cells that may change: all that a formula should depend on.
   draw: draws another value for each input; now and then one that tells wrong formulas.
-  wanted: by cell.
+  wanted: cell → what is wanted there.
   oracle: cells → value of each wanted cell.
   """
 

@@ -41,7 +41,7 @@ class Source:
   Attributes:
     name, version: the distribution's name and version.
     sha256: hash of the source distribution.
-    licence: as its metadata states it.
+    licence: the licence that its metadata states.
     files: relative path → content, of text files.
     archive: tar.gz of `files`, to be linked into tasks.
     requires: distributions that its metadata declare.

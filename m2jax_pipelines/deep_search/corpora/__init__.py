@@ -26,7 +26,7 @@ class Passage:
   Attributes:
     id: unique in the corpus.
     titles: its names; the first is the main one.
-    text: as an agent reads it.
+    text: the text that an agent reads.
     links: ids of the passages that it refers to, in order, without repetition.
   """
 
