@@ -87,7 +87,7 @@ def check_fields(kind: type, values: Mapping[str, Any], where: str) -> None:
 
   Args:
     kind: the dataclass.
-    values: by name of the field.
+    values: field name → value.
     where: the place of the values in the file, for the message.
   """
   hints = {field.name: field.type for field in dataclasses.fields(kind)}

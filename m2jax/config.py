@@ -76,7 +76,7 @@ class ModelConfig:
       Router biases are at least fp32.
     unroll_layers: unroll the loop over layers; faster at tiny sizes on CPU.
     matmuls: precision of the matmuls of attention and experts.
-    recovery: that of layers which are promoted (`optim.gnmr`).
+    recovery: precision of layers which are promoted (`optim.gnmr`).
     remat: what a block saves for the backward pass, which recomputes the rest. Bytes
       are of a token and layer in bfloat16, and of M2 on one device; tensor parallelism
       divides them.

@@ -62,7 +62,7 @@ class Trunk(NamedTuple):
   """The trunk's results for a pass.
 
   Attributes:
-    hidden: after the final norm.
+    hidden: states after the final norm.
     routing: ids [L, T, k] and load [L, E].
     carry: the carry of the keys, such as a cache with the tokens' keys and values.
     new_kv: new entries of the keys, [L, …]; None where `carry` has them.
@@ -100,7 +100,7 @@ def trunk(
     keys: what the tokens attend to: a forest, a chunk after a prefix, an engine's
       cache.
     sharding: the mesh.
-    multiplicity: by which loads and activations are counted; None: they are not.
+    multiplicity: counts of loads and activations; None: they are not counted.
     replay: recorded expert ids, or None.
   """
   params = variables['params']

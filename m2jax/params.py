@@ -46,7 +46,7 @@ class Param(NamedTuple):
   Attributes:
     axes: name of each axis, a key of `sizes`; a matrix is [in, out].
     split: logical axis of each, a field of `sharding.Rules`; None is never split.
-    kind: for optimizers.
+    kind: the kind that optimizers see.
     init: 'ones', or a key of `INITS`.
     released: name in the released format, below the prefix of its layer, expert or
       module. Matrices are [out, in] there, except that of the embedding.

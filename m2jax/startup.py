@@ -60,7 +60,7 @@ def prepare(devices: int | None = None) -> None:
   their own is not affected. XLA_FLAGS and JAX_NUM_CPU_DEVICES take precedence.
 
   Args:
-    devices: to divide the CPU into; None leaves one.
+    devices: number of devices to divide the CPU into; None leaves one.
   """
   import jax
 

@@ -92,7 +92,7 @@ class Table(NamedTuple):
     scores: given by the scorer.
     categories: index of each document's category in `labels`.
     repositories: index of the repository.
-    paths: in the repository, or the documents' names.
+    paths: paths in the repository, or the documents' names.
     labels: the categories' labels.
   """
 

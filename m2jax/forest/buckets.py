@@ -57,7 +57,7 @@ def by_bucket(
   rows (`StepConfig.micro_rows`).
 
   Args:
-    batch: from `merge` or `chain`; rows that are only padding are dropped.
+    batch: the result of `merge` or `chain`; rows that are only padding are dropped.
     row_tokens, row_terms: ascending sizes, for example from `sizes`; None is M.
 
   Raises:

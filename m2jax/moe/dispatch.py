@@ -107,7 +107,7 @@ def gathered(
     x, ids, weights: as in `apply`.
     here: El.
     sharding: the mesh.
-    together: in one collective instead of three, which has no gradient.
+    together: gather in one collective instead of three, which has no gradient.
   """
   axes = sharding.axes('experts')
   if not axes:

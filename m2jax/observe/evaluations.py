@@ -18,8 +18,8 @@ class Evaluation:
 
   Attributes:
     stage: 'after SFT', 'after RL', or that of a control.
-    sampled: at temperature 1; (0, 0) if it was not measured.
-    greedy: at temperature 0; None if it was not measured.
+    sampled: result at temperature 1; (0, 0) if it was not measured.
+    greedy: result at temperature 0; None if it was not measured.
     families: family → pair at temperature 1.
     lengths: chain length in tool calls → pair at temperature 1, ascending.
   """

@@ -25,7 +25,7 @@ class Series:
   """A series to plot.
 
   Attributes:
-    name: in the legend and the hover box.
+    name: its name in the legend and the hover box.
     x, y: coordinates; non-finite points are skipped and interrupt the line.
     colour: 0 … 5, a class of the style sheet.
     style: 'line', 'faint' (a line behind others), 'points', or 'limit' (dashed).

@@ -122,7 +122,7 @@ def make(
 
   Args:
     config: the rules.
-    model: whose parameters they are, for rules that split heads.
+    model: the parameters' model, for rules that split heads.
     sharding: the parameters' sharding. A rule that works on whole matrices exchanges
       parts of them between devices; without it the compiler would gather stacks of
       them.

@@ -49,7 +49,7 @@ class UpdateRule:
     to a sphere, overrides this instead of `direction`.
 
     Args:
-      learning_rate: by step, base rate and schedule multiplied.
+      learning_rate: step → base rate times schedule multiplier.
       decay: adds the weight decay of the kinds that decay.
       matrices: how parameters hold matrices, for rules that work on whole ones.
     """

@@ -107,7 +107,7 @@ class SphereState(NamedTuple):
 
   Attributes:
     count: steps taken.
-    momentum: as the parameters.
+    momentum: a tree like the parameters.
     right: top right singular vector of each matrix, [*stack, 1, out].
     radius: R of each matrix, [*stack, 1, 1]; with heads [*stack, 1, heads]. A run that
       resumes keeps it, whatever its settings say.

@@ -21,7 +21,7 @@ class Chip:
   """One kind of device.
 
   Attributes:
-    name: as in a topology, 'v5p'.
+    name: its name in a topology, 'v5p'.
     device_kind: JAX's name for it.
     peak_flops: bf16 FLOP/s.
     hbm_bytes: capacity.

@@ -60,8 +60,8 @@ class Compiled:
   Attributes:
     name, runs: the program's.
     module: its HLO.
-    devices: in the order in which the HLO counts them.
-    seconds: compiling.
+    devices: the devices in the order in which the HLO counts them.
+    seconds: time to compile.
   """
 
   name: str

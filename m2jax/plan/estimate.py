@@ -99,7 +99,7 @@ class Estimate:
   """One program, one run.
 
   Attributes:
-    runs: in a step.
+    runs: number of runs in a step.
   """
 
   name: str
@@ -135,10 +135,10 @@ class Plan:
   """A workload on a slice.
 
   Attributes:
-    job: that runs these programs; None if no job does.
-    tokens: new tokens of a step, of all devices.
+    job: the job that runs these programs; None if no job does.
+    tokens: new tokens of a step, over all devices.
     useful_flops: useful FLOPs of a step, on one device.
-    parameters_bytes, optimizer_bytes: on one device, without padding.
+    parameters_bytes, optimizer_bytes: size on one device, without padding.
   """
 
   workload: str

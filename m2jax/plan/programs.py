@@ -38,7 +38,7 @@ class Program(NamedTuple):
 
   Attributes:
     name: 'micro', 'add', 'apply', 'push', 'leaf', 'pop', 'prefill' or 'decode'.
-    jitted: with `lower`.
+    jitted: a function with `lower`.
     arguments: ShapeDtypeStructs with shardings.
     runs: number of its runs in a step; 0 of chunks, which depend on the trees.
     resident: trees of arrays that are in HBM at the same time and are no arguments.

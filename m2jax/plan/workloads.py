@@ -92,8 +92,8 @@ class PlanConfig:
   """Settings of a plan.
 
   Attributes:
-    model: as it is trained.
-    workloads: by name.
+    model: the model as it is trained.
+    workloads: name → workload.
     default: names of the workloads that are planned if none is given.
     optimizer: the train step's optimizer.
     mtp_weight, bias_update_rate, is_weight_max: see StepConfig and LearnerConfig.

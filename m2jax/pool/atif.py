@@ -56,10 +56,10 @@ def document(
   """A trajectory as an ATIF document.
 
   Args:
-    trajectory: with its messages.
+    trajectory: the trajectory with its messages.
     completions: those that the agent acted on, in order of turn. Which of them the
       assistant messages show is found by `_shown`.
-    reward: by the learner.
+    reward: the learner's reward.
     agent: name of the agent.
     others: completions that the agent did not act on.
   """

@@ -79,7 +79,7 @@ class DataPool(reader.Reader):
   `rollback`. Others may record completions, and run items under leases.
 
   Attributes:
-    begun_lineage: that `rollback` began; 0 before.
+    begun_lineage: the lineage that `rollback` began; 0 before.
   """
 
   def __init__(
@@ -347,9 +347,9 @@ class DataPool(reader.Reader):
     Args:
       ledger: ledger of the *oldest* checkpoint that may still be restored.
       keep_messages: approximate number of trajectories that retain their messages.
-      abandoned_s: also delete the token ids of completions that began so long ago,
-        have no trajectory, since their agent was killed, and are not of a pending
-        item's present attempt; 0: do not.
+      abandoned_s: also delete the token ids of completions older than this that have no
+        trajectory, since their agent was killed, and are not of a pending item's
+        present attempt; 0: do not.
       keep_items: also delete the items before the ledger's head, with all that belongs
         to them, except for the last `keep_items`; None: delete none.
 

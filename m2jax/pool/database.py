@@ -64,7 +64,7 @@ class Database:
   """An open database.
 
   Attributes:
-    url: without its password, for messages.
+    url: its URL without the password, for messages.
     engine: SQLAlchemy's; the option `write=True` is for connections that write.
     server: whether it is a server, whose connections may be lost.
     outage_s: seconds for which a lost server, or a locked file, is awaited.

@@ -76,7 +76,7 @@ class Page:
     rows: trajectories as in `LISTED`, with whether each has messages, the beginning of
       what its task asks ('' once pruned) and, of a search, the text around the first
       place where it has the text.
-    before: where the next page begins; None after the last one.
+    before: cursor of the next page; None after the last one.
   """
 
   items: list[list[Any]]

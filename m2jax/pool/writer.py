@@ -51,7 +51,7 @@ class Writer:
     """Starts the thread.
 
     Args:
-      database: where to.
+      database: the database to write to.
       insert: inserts consecutive records in order, all or none of them.
       linger_s: how long records wait to be batched if no call comes.
       max_queued: `put` blocks while this many operations wait.

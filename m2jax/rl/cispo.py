@@ -37,7 +37,8 @@ def loss(
     logprob: log π of each term's token, differentiable.
     old_logprob: the log-probability it was sampled with.
     advantage: Â of the completion that the term belongs to.
-    weight: from `terms.weights`; 0 on padding, whose other values may be anything.
+    weight: the result of `terms.weights`; 0 on padding, whose other values may be
+      anything.
     is_weight_max: absolute cap of the importance weight; at least 1.
     is_weight_min: its lower bound, in [0, 1]. The default has no effect.
 

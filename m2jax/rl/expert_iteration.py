@@ -19,7 +19,7 @@ def credit(group: rewards.GroupCredit, threshold: float = 1.0) -> rewards.GroupC
   """The group with advantage 1 for successes and no completions for failures.
 
   Args:
-    group: from `rewards.advantages`.
+    group: a result of `rewards.advantages`.
     threshold: minimum success of a trajectory that is imitated.
   """
   credits_ = []

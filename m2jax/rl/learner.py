@@ -132,7 +132,7 @@ class Packed(NamedTuple):
   Attributes:
     batch: rows and chunks; empty if no group has an advantage.
     metrics: the groups' metrics.
-    tokens: after merging, of all hosts.
+    tokens: tokens of all hosts after merging.
     pack_s: seconds spent on it.
   """
 
@@ -170,7 +170,7 @@ class Learner:
       cfg: the model.
       config: settings.
       optimizer: the state's optimizer.
-      state: to start from.
+      state: the state to start from.
       sharding: the mesh.
       served: maps the state's variables to what `variables` returns.
 

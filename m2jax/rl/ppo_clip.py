@@ -38,7 +38,8 @@ def loss(
     logprob: log π of each term's token, differentiable.
     old_logprob: the log-probability it was sampled with.
     advantage: Â of the completion that the term belongs to.
-    weight: from `terms.weights`; 0 on padding, whose other values may be anything.
+    weight: the result of `terms.weights`; 0 on padding, whose other values may be
+      anything.
     clip_low: ε_low, in [0, 1].
     clip_high: ε_high, at least 0.
 

@@ -122,10 +122,10 @@ class Credit:
   """The contribution of one trajectory of a group to the loss.
 
   Attributes:
-    trajectory: as recorded.
+    trajectory: the trajectory as recorded.
     completions: completions to train on, in order of turn; empty if masked.
     advantages: [len(completions)] float64, Â of every token of each completion.
-    reward: for reports; None if masked.
+    reward: the reward for reports; None if masked.
     unused: number of completions not trained because the agent did not act on them.
   """
 

@@ -29,7 +29,7 @@ def from_groups(
   """Samples of a batch, without dropped groups and masked trajectories.
 
   Args:
-    groups: from `rewards.advantages`, one per taken work item.
+    groups: results of `rewards.advantages`, one per taken work item.
     normaliser: see `terms.weights`.
     lags: None: unknown.
 

@@ -247,7 +247,7 @@ def unpack(root_fd: int, owner: int | None, archive: bytes) -> None:
   Args:
     root_fd: open directory that nothing else uses yet.
     owner: uid and gid of all files; None is the caller's.
-    archive: from `pack`.
+    archive: the result of `pack`.
 
   Raises:
     OSError: there is not enough space.

@@ -87,8 +87,8 @@ class Task(Protocol):
     """Opens a new environment for one attempt; leaving the context destroys it.
 
     Args:
-      backend, limits: for `sandbox.create`, if the environment has a sandbox. A task
-        for agents that are commands also takes `host`.
+      backend, limits: arguments of `sandbox.create`, if the environment has a sandbox.
+        A task for agents that are commands also takes `host`.
 
     Raises:
       SandboxError, OSError: an infrastructure failure, which is not judged (law 5).

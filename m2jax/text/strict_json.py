@@ -28,7 +28,8 @@ class JsonFault(ValueError):
   """JSON that cannot be accepted.
 
   Attributes:
-    path: where, such as 'tools[0].function.name'; '' for the whole text.
+    path: the place of the error, such as 'tools[0].function.name'; '' for the whole
+      text.
     reason: what is wrong there.
   """
 

@@ -268,9 +268,9 @@ def gradients(parts: Programs, variables, plan: Plan):
   """`train.step.Sums` of a tree.
 
   Args:
-    parts: from `programs`.
+    parts: the result of `programs`.
     variables: {'params', 'router'}.
-    plan: from `forest.cut`, with normalised weights.
+    plan: the result of `forest.cut`, with normalised weights.
   """
   sums = None
   stack = cotangents = None

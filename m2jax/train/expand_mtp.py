@@ -190,7 +190,7 @@ def fit(
 
   Args:
     config: the settings.
-    model: before the expansion.
+    model: the model before the expansion.
     variables: weights of `model`; taken over.
     data: the documents.
     workdir: directory of the run and its metrics.
@@ -241,7 +241,7 @@ def _until_stable(
 
   Args:
     config: the rule.
-    variables: where to start.
+    variables: weights to start from.
     train: up to a step, from variables, or resumed.
     measure: the loss, which it records.
     known: step → loss that an earlier process recorded, so that a restart decides as

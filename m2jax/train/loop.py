@@ -108,8 +108,8 @@ def fit(
   processes, with a checkpoint.
 
   Args:
-    state: where to start without a checkpoint.
-    step: from `train.step.make_step`.
+    state: the state to start from without a checkpoint.
+    step: the result of `train.step.make_step`.
     make_batches: data position (None: the beginning) → iterator.
     to_forest: batch → host Forest.
     config: the budget.

@@ -38,7 +38,7 @@ def places(config: PretrainConfig, model: ModelConfig, job: Sharding) -> Places:
 
   Args:
     config: the stages.
-    model: that is trained.
+    model: the model to train.
     job: the mesh of the stages that have none of their own.
 
   Raises:

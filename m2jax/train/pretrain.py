@@ -172,7 +172,7 @@ def fit(
     sources: for each stage, a source of token arrays (see `data.stream`).
     run: where checkpoints and records go.
     seed: seed of the weights and of the order of the documents.
-    variables: where to start; taken over. None is random weights.
+    variables: weights to start from; taken over. None is random weights.
     only_mtp: freeze the main model, router biases included: only the MTP modules learn.
     sharding: the mesh to train on, where a stage has none of its own. Every process
       calls this with the same arguments and its own `run.metrics`.

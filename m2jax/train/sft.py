@@ -75,7 +75,7 @@ def fit(
   Args:
     config: the settings.
     model: its shape, which goes into every checkpoint.
-    variables: where to start; taken over.
+    variables: weights to start from; taken over.
     groups: what is learned; the samples of a group are next to each other, so that
       common prefixes are computed once (`data.packing.SampleBatches`).
     run: where checkpoints and records go.

@@ -38,7 +38,7 @@ class Stage(NamedTuple):
       only, is until the loop's budget ends.
     passes: forward and backward passes of a batch, which divide its rows; 0: passes of
       `step.micro_rows` rows.
-    mesh: to train the stage on; None: the job's.
+    mesh: the stage's mesh; None: the job's.
   """
 
   context: int
@@ -232,7 +232,7 @@ class Pieces(NamedTuple):
 
   Attributes:
     arrays: tokens of this host's rows.
-    stage: that it belongs to.
+    stage: the stage that it belongs to.
     consumed: tokens of all hosts before it.
   """
 

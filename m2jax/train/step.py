@@ -158,7 +158,7 @@ def new_state(
     cfg: the model.
     optimizer: the parameters' optimizer.
     key: key for the weights.
-    sharding: where they go.
+    sharding: sharding of the state.
     initialize: `optimizer.initializer`'s, for rules that start from other weights.
   """
   make = functools.partial(_new_state, cfg, optimizer, initialize=initialize)

@@ -54,7 +54,7 @@ def add_routes(
   Args:
     app: the gateway's, or one that has nothing else.
     run: what is shown.
-    key: that requests need.
+    key: the key that requests need.
     host: the address that the server listens at. Requests may have it as their Host,
       and beyond loopback any address.
     more: further names of the server.

@@ -29,8 +29,8 @@ class Tensor(NamedTuple):
   """A tensor of the checkpoint and its position in the model's variables.
 
   Attributes:
-    name: in the checkpoint.
-    shape: in the checkpoint.
+    name: its name in the checkpoint.
+    shape: its shape in the checkpoint.
     leaf: path of the array that it is part of, such as 'params/layers/gate'.
     index: into the leading axes of that array: (layer,) or (layer, expert).
     transposed: whether the array has its transpose.

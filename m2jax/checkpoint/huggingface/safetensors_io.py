@@ -201,7 +201,7 @@ def _entry(name: str, tensor: Mapping[str, Any], first: int) -> tuple[Entry, int
   Args:
     name: the tensor's name.
     tensor: its description.
-    first: where the data begin.
+    first: offset of the data.
   """
   (begin, end), shape, code = (tensor[k] for k in ('data_offsets', 'shape', 'dtype'))
   whole = all(type(n) is int and n >= 0 for n in (begin, end, *shape))

@@ -87,7 +87,7 @@ class Reader:
     """Reads a version, bit for bit as it was published.
 
     Args:
-      version: from `latest` or `wait`.
+      version: a result of `latest` or `wait`.
       like: pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes,
         dtypes and, as `.sharding`, the placement of the result (`published.like`).
         numpy leaves give numpy arrays, which are read-only. None gives nested dicts of
@@ -147,7 +147,7 @@ class Reader:
 
     Args:
       content: the version's announcement.
-      near: only until those before can hardly be less to read.
+      near: stop once earlier versions can hardly be less to read.
     """
     chain, size, serial, least = [], 0, content['serial'], None
     while True:

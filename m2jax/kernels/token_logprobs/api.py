@@ -134,7 +134,7 @@ def token_logprobs(
   """log softmax(hidden·head)[target] and the entropy of that softmax.
 
   Args:
-    hidden: after the final norm.
+    hidden: states after the final norm.
     head: inside a `shard_map`, this device's words of it.
     targets: one word of each token, or k, some dozens at most (their gradients are
       unrolled); int32, of the whole vocabulary.

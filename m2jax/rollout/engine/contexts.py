@@ -142,7 +142,7 @@ def put_back(pages: Pages, contexts: Contexts, tables, starts, counts, most: int
   """The pages, with positions starts … starts + counts - 1 [P] of the contexts.
 
   Args:
-    most: that counts can be.
+    most: upper bound on `counts`.
   """
   P, S = contexts.tokens.shape
   positions = starts[:, None] + jnp.arange(most)

@@ -42,8 +42,8 @@ class _Verified(NamedTuple):
   """Of one round.
 
   Attributes:
-    slots: after the tokens that were drawn.
-    sampled: with those tokens.
+    slots: Slots after the tokens that were drawn.
+    sampled: Sampled with those tokens.
     drawn: [P, C] the main model's tokens; valid up to the first that differs.
     tested, accepted: [P, K] int32, see `Drafted`.
   """

@@ -157,7 +157,7 @@ class Fleet:
   """All replicas. Not thread-safe.
 
   Attributes:
-    replicas: by number.
+    replicas: all replicas, by number.
     policy: chooses among those that are alive.
     version: version of the policy whose weights new requests get.
   """

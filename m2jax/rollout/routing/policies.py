@@ -83,8 +83,8 @@ class Choice:
   """Where a request goes.
 
   Attributes:
-    replica: that serves it.
-    source: from which it takes pages of the prefix first, or None.
+    replica: the replica that serves it.
+    source: the replica from which it first takes pages of the prefix, or None.
   """
 
   replica: int

@@ -171,7 +171,7 @@ class Drafting:
     Args:
       found: Sampled, with drafts also Drafted, on the host.
       drafts: K.
-      seconds: that the call took.
+      seconds: time that the call took.
 
     Returns:
       What was sampled; and which rows' logits, of the modules, too, were finite.

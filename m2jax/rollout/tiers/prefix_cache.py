@@ -56,7 +56,7 @@ class PrefixCache:
 
   Attributes:
     page_tokens: tokens of a page.
-    pages: in all, without the unused one.
+    pages: their number, without the unused one.
     evicted: cached pages given up so far.
     peak: most pages that held something at once.
     on_insert, on_evict: are passed each node that becomes known, or is given up while

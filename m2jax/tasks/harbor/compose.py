@@ -186,7 +186,7 @@ def compose(original, work, ours, collect, exclude):
 
   Args:
     original: the archive's files.
-    work: from `gather`.
+    work: the result of `gather`.
     ours: the verifier's files; they win.
     collect, exclude: patterns.
 

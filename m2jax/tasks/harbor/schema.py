@@ -71,7 +71,7 @@ class Metadata:
     collect, exclude: patterns of the agent's work (`compose`).
     remove: paths of the archive that the agent does not see.
     site: directory of Python packages in the dataset's `sites/`; '' for none.
-    verifier_site: that of the verifier, if the agent does not have it.
+    verifier_site: the verifier's site, if the agent does not have it.
     hide: names of Python modules whose copies on this machine sandboxes do not show,
       since the task is about them.
     verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
