@@ -24,7 +24,7 @@ from m2jax import kinds
 from m2jax_pipelines import duplicates
 from m2jax_pipelines.candidate import Candidate
 from m2jax_pipelines.context import Context
-from m2jax_pipelines.seat import Seat
+from m2jax_pipelines.llm import LLMClient
 
 PIPELINES = ('spreadsheets', 'slides', 'reasoning', 'appdev')
 _BY_WORDS = 0.9
@@ -34,7 +34,7 @@ async def draws(name: str, count: int, directory: Path) -> list[Candidate]:
   """The first `count` candidates of a pipeline that it does not reject itself."""
   module = kinds.module('m2jax_pipelines', name)
   config = module.Config()
-  context = Context(directory, Seat(config.author, 'author'))
+  context = Context(directory, LLMClient(config.author, 'author'))
   found = []
   async for candidate in module.candidates(config, context):
     if candidate.draft is not None:

@@ -402,8 +402,8 @@ def fail(error: Exception, at_once: bool = False) -> NoReturn:
 def _ours(filename: str) -> bool:
   """Whether code of this project raised an error, whose message is for users."""
   root = pathlib.Path(__file__).parent.parent
-  rooms = root / 'experiments', root / 'm2jax', root / 'm2jax_pipelines'
-  return any(map(pathlib.Path(filename).is_relative_to, rooms))
+  packages = root / 'experiments', root / 'm2jax', root / 'm2jax_pipelines'
+  return any(map(pathlib.Path(filename).is_relative_to, packages))
 
 
 def exit_code(error: BaseException) -> int:

@@ -21,7 +21,7 @@ from m2jax.tasks import harbor
 from m2jax.train.workdir import WorkdirError, open_workdir
 
 with common.pipelines():
-  from m2jax_pipelines import installed, make, seat
+  from m2jax_pipelines import installed, llm, make
   from m2jax_pipelines.candidate import PipelineConfig
   from m2jax_pipelines.source import Tasks
 
@@ -37,7 +37,7 @@ _MODELS = 'author', 'judge'
 def main():
   config = common.build(PipelineConfig, common.values())
   workdir = common.workdir()
-  models = {name: seat.SeatConfig() for name in _MODELS if hasattr(config, name)}
+  models = {name: llm.LLMConfig() for name in _MODELS if hasattr(config, name)}
   settings = dataclasses.replace(config, **_FREE, **models)
   open_workdir(settings, workdir, common.FRESH.value)
   # Of packages' sources, when they are parsed.

@@ -9,7 +9,7 @@ from typing import Any
 from m2jax import kinds, sandbox
 from m2jax.checks import require
 from m2jax.tasks import harbor
-from m2jax_pipelines.seat import SeatConfig
+from m2jax_pipelines.llm import LLMConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class PipelineConfig:
       split, is at least this are rejected; above 1, none is.
     decontaminate: files of evaluation texts, JSON lines; a candidate that shares a run
       of 13 words with one is rejected.
-    author: the model that writes statements, or their openings (`opening`); by default
-      there is none. A pipeline without such a text refuses one.
+    author: the model that writes statements, or their introductions (`introduction`);
+      none by default. A pipeline without such a text rejects one.
   """
 
   kind: str
@@ -41,7 +41,7 @@ class PipelineConfig:
   held_out: tuple[str, ...] = ()
   near_duplicate: float = 0.9
   decontaminate: tuple[str, ...] = ()
-  author: SeatConfig = SeatConfig()
+  author: LLMConfig = LLMConfig()
 
   def __post_init__(self):
     require(self, self.count > 0, 'count', 'above 0')

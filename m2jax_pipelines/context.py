@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from m2jax_pipelines.seat import Seat
+from m2jax_pipelines.llm import LLMClient
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
   """Attributes:
   dataset: the directory that is written; sites/ has environments' packages.
-  author: the seat for statements.
+  author: the client that writes statements.
   done: ids of candidates with a record; a pipeline skips them before it works.
   rows: these records, of runs that this one continues.
   say: shows one line of progress, such as the package at hand.
   """
 
   dataset: Path
-  author: Seat
+  author: LLMClient
   done: frozenset[str] = frozenset()
   rows: Sequence[Mapping[str, Any]] = ()
   say: Callable[[str], None] = lambda line: None

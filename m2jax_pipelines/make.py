@@ -24,7 +24,7 @@ from m2jax.tasks import harbor
 from m2jax_pipelines import admission, duplicates, evidence, records, report
 from m2jax_pipelines.candidate import Candidate, PipelineConfig
 from m2jax_pipelines.context import Context
-from m2jax_pipelines.seat import Seat
+from m2jax_pipelines.llm import LLMClient
 
 LIMITS = sandbox.Limits(
   cpu_s=300,
@@ -67,7 +67,7 @@ async def run(config: PipelineConfig, workdir: Path, *, show: bool = True) -> Su
     maker = _Maker(config, workdir, log, advance)
     context = Context(
       workdir,
-      Seat(config.author, 'author', workdir / 'calls.jsonl'),
+      LLMClient(config.author, 'author', workdir / 'calls.jsonl'),
       frozenset(log.ids()),
       tuple(row for row in log.rows if row['outcome'] != records.INVALID),
       say,
@@ -161,10 +161,10 @@ class _Maker:
     reason = candidate.reason
     if candidate.draft is not None:
       features = candidate.own or duplicates.runs(candidate.text)
-      twin = self._near.find(features)
+      earlier = self._near.find(features)
       seen = self._evaluations.find(f'{candidate.draft.instruction} {candidate.text}')
-      if twin:
-        reason = f'near-duplicate of {twin}'
+      if earlier:
+        reason = f'near-duplicate of {earlier}'
       elif seen:
         reason = f'repeats the evaluation record {seen}'
       else:

@@ -23,7 +23,7 @@ from m2jax.tasks import harbor
 from m2jax_pipelines import reasoning_facts
 from m2jax_pipelines.candidate import Candidate, PipelineConfig
 from m2jax_pipelines.context import Context
-from m2jax_pipelines.seat import SCRIPTED
+from m2jax_pipelines.llm import SCRIPTED
 from m2jax_pipelines.tasks.reasoning import problems, strict
 
 # Where Harbor runs it, the variables are not set.

@@ -1,4 +1,4 @@
-"""Rubrics for office work: positive, negative and critical items, for a judge's seat.
+"""Rubrics for office work: positive, negative and critical items, for a judge.
 
     score = max(0, Σ weights of positive items met − Σ of negative ones that apply)
             / Σ weights of positive items;      0 if a critical item applies
@@ -7,7 +7,7 @@ The judge is a model at any OpenAI-compatible URL, or by default scripted: each 
 has a probe, a pattern of the document. Every item is decided yes or no; a model's "yes"
 to a positive item counts only with a quotation that is in the document. A model is
 asked `asks` times, and has judged only if all its answers decide every item alike. If
-they do not, if it is down, or if its answer is no judgement, `seat.NoAnswer` is raised:
+they do not, if it is down, or if its answer is no judgement, `llm.NoAnswer` is raised:
 nothing takes its place. The result says who judged. docs/pipelines_cowork.md, Rubrics.
 """
 
@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from m2jax.checks import require
-from m2jax_pipelines import seat
+from m2jax_pipelines import llm
 
 POSITIVE, NEGATIVE, CRITICAL = 'positive', 'negative', 'critical'
 MAX_DOCUMENT_CHARS = 200_000
@@ -85,12 +85,12 @@ def score(items: Sequence[Item], holds: Mapping[str, bool]) -> float:
 
 
 async def judge(
-  judge_seat: seat.Seat, items: Sequence[Item], document: str, *, asks: int = 2
+  client: llm.LLMClient, items: Sequence[Item], document: str, *, asks: int = 2
 ) -> Judgement:
   """Judges a document, as text; a model judges it `asks` times.
 
   Raises:
-    seat.NoAnswer: the model is down, its answer is no judgement, or its answers differ.
+    llm.NoAnswer: the model is down, its answer is no judgement, or its answers differ.
     ValueError: no positive item, two items of one id, or a document that is too long.
   """
   ids = [item.id for item in items]
@@ -107,17 +107,17 @@ async def judge(
     return json.dumps(decided)
 
   found = []
-  for _ in range(asks if judge_seat.has_model else 1):
-    answer = await judge_seat.write(
+  for _ in range(asks if client.has_model else 1):
+    answer = await client.write(
       _messages(items, document), scripted, lambda text: _decisions(text, ids)
     )
-    if judge_seat.has_model and answer.by == seat.SCRIPTED:
-      raise seat.NoAnswer(f'{judge_seat.role}: its answer is no judgement')
+    if client.has_model and answer.by == llm.SCRIPTED:
+      raise llm.NoAnswer(f'{client.role}: its answer is no judgement')
     found.append(_decided(items, document, _decisions(answer.text, ids), answer.by))
   holds, evidence = found[0]
   different = [i for i in ids if any(other[i] != holds[i] for other, _ in found)]
   if different:
-    raise seat.NoAnswer(f'{judge_seat.role}: its answers differ on {different}')
+    raise llm.NoAnswer(f'{client.role}: its answers differ on {different}')
   critical = tuple(i.id for i in items if i.kind == CRITICAL and holds[i.id])
   return Judgement(score(items, holds), holds, evidence, answer.by, critical)
 
@@ -127,7 +127,7 @@ def _decided(items, document, decisions, by):
   holds, evidence = {}, {}
   for item in items:
     yes, quote = decisions[item.id]
-    if by != seat.SCRIPTED and item.kind == POSITIVE:
+    if by != llm.SCRIPTED and item.kind == POSITIVE:
       yes = yes and _quoted(quote, document)
     holds[item.id], evidence[item.id] = yes, quote
   return holds, evidence

@@ -91,7 +91,7 @@ def select(
     last = {(row['task'], row['trial']): row for row in found}
     by_task = collections.defaultdict(list)
     for row in last.values():
-      row = {**row, 'messages': [_told(message) for message in row['messages']]}
+      row = {**row, 'messages': [_fields(message) for message in row['messages']]}
       if reason := _reason(config, row):
         counts[scaffold, row['family']][reason] += 1
       else:
@@ -120,11 +120,11 @@ def write(path: Path, chats: Sequence[Mapping[str, Any]]) -> None:
   new.replace(path)
 
 
-def _told(message: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(message: Mapping[str, Any]) -> dict[str, Any]:
   """A message as chats have it: its thinking in one place."""
   other = 'reasoning', 'reasoning_details'
-  told = scaffold_lib.with_thinking(message)
-  return {name: value for name, value in told.items() if name not in other}
+  fields = scaffold_lib.with_thinking(message)
+  return {name: value for name, value in fields.items() if name not in other}
 
 
 def _reason(config: SampleConfig, row: Mapping[str, Any]) -> str:

@@ -503,8 +503,8 @@ law7.rows-past-the-last m2jax/kernels/qk_norm_rope/tpu.py
 + jnp.where(row <= static.count, part, 0)
 
 law7.logsumexp-of-parts m2jax/kernels/paged_attention/blocks.py
-- jnp.where(some, safe + jnp.log(divisor), jnp.inf)
-+ jnp.where(some, jnp.log(divisor), jnp.inf)
+- jnp.where(nonempty, safe + jnp.log(divisor), jnp.inf)
++ jnp.where(nonempty, jnp.log(divisor), jnp.inf)
 
 law7.fp8-tiles-of-gradients m2jax/kernels/block_fp8/gradients.py
 - quantize(d_out, TOKENS, how))

@@ -3,7 +3,7 @@
 Each line of a file is a chat, `{"messages": […], "tools": […]}`. `tools` is optional,
 and so is `task`, the spec of the task that it solves; other keys are ignored, but for
 `training`: lines with `training: false`, such as the calls of authors and judges
-(`m2jax_pipelines.seat`), are never trained. Results of parallel calls may have any
+(`m2jax_pipelines.llm`), are never trained. Results of parallel calls may have any
 order.
 """
 

@@ -5,7 +5,7 @@ a line, in Parquet (`.parquet`) a row, in ArrayRecord (`.array_record`, read by 
 a UTF-8 JSON object. Parquet needs pyarrow, an extra: `pip install 'm2jax[parquet]'`.
 All sources have random access and are thread-safe: opening a file builds an index of
 its lines or row groups, and indexing reads one record. JSON lines with
-`training: false` (`m2jax_pipelines.seat`) are skipped, as `data.chats` skips them.
+`training: false` (`m2jax_pipelines.llm`) are skipped, as `data.chats` skips them.
 """
 
 from __future__ import annotations

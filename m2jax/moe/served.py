@@ -19,20 +19,24 @@ from m2jax.config import ModelConfig
 from m2jax.moe import batched, dispatch
 from m2jax.sharding import Sharding
 
-FUSED, FEW = 'gate_up', 'few'
-FEW_TOKENS = 8
+FUSED, SMALL_BATCH = 'gate_up', 'small_batch'
+SMALL_BATCH_TOKENS = 8
 
 
-def prepare(p: Mapping[str, Any], few: Callable) -> dict[str, Any]:
-  """A block's parameters with the two forms; `few` makes that for a few tokens."""
+def prepare(p: Mapping[str, Any], small_batch: Callable) -> dict[str, Any]:
+  """A block's parameters with both forms; `small_batch` makes the second."""
   rest = {name: x for name, x in p.items() if name not in ('gate', 'up')}
   gate, up, down = (p[name] for name in ('gate', 'up', 'down'))
-  return {**rest, FUSED: batched.fused(gate, up), FEW: few(gate, up, down)}
+  return {
+    **rest,
+    FUSED: batched.fused(gate, up),
+    SMALL_BATCH: small_batch(gate, up, down),
+  }
 
 
 def prepared(p: Mapping[str, Any]) -> bool:
   """Whether the parameters of a block are `prepare`'s."""
-  return FEW in p
+  return SMALL_BATCH in p
 
 
 def apply(
@@ -48,12 +52,12 @@ def apply(
 
   def run(x, ids, weights):
     cast = lambda matrices: jax.tree.map(lambda m: m.astype(x.dtype), matrices)
-    if len(x) > FEW_TOKENS:
+    if len(x) > SMALL_BATCH_TOKENS:
       kernels = cast((p[FUSED], p['down']))
       return batched.experts(x, ids, weights, *kernels, cfg.num_experts)
-    if isinstance(p[FEW][0], tuple):
-      return batched.chosen_experts(x, ids, weights, *cast(p[FEW]))
-    return batched.all_experts(x, ids, weights, *cast(p[FEW]), here)
+    if isinstance(p[SMALL_BATCH][0], tuple):
+      return batched.chosen_experts(x, ids, weights, *cast(p[SMALL_BATCH]))
+    return batched.all_experts(x, ids, weights, *cast(p[SMALL_BATCH]), here)
 
   out = dispatch.gathered(run, x, ids, weights, here, sharding, together=True)
   return sharding.sum_to_residual(out, 'expert_hidden')

@@ -19,12 +19,12 @@ from pathlib import Path
 from m2jax.checks import require
 from m2jax.sandbox import SandboxUnavailable
 from m2jax.tasks import harbor
-from m2jax_pipelines import installed, opening, rubric
+from m2jax_pipelines import installed, introduction, rubric
 from m2jax_pipelines.appdev import app as app_lib
 from m2jax_pipelines.appdev import kinds, query
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
-from m2jax_pipelines.seat import SCRIPTED, Seat, SeatConfig, Text
+from m2jax_pipelines.llm import SCRIPTED, LLMClient, LLMConfig, Text
 
 _VERIFIER = Path(__file__).parent / 'verifier'
 _SITE = 'appdev'
@@ -51,7 +51,7 @@ class Config(PipelineConfig):
   dev: tuple[str, ...] = ('timer',)
   held_out: tuple[str, ...] = ('quiz',)
   kinds: tuple[str, ...] = ()
-  judge: SeatConfig = SeatConfig()
+  judge: LLMConfig = LLMConfig()
   min_score: float = 1.0
 
   def __post_init__(self):
@@ -68,7 +68,7 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
     raise SandboxUnavailable(reason, INSTALL)
   context.say('packages of the sandboxes')
   installed.site(context.directory('sites'), _SITE, PACKAGES)
-  judge = Seat(config.judge, 'judge', context.dataset / 'calls.jsonl')
+  judge = LLMClient(config.judge, 'judge', context.dataset / 'calls.jsonl')
   chosen = config.kinds or tuple(kinds.DRAWERS)
   number = 0
   while True:
@@ -83,13 +83,13 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
 
 
 async def _candidate(
-  config: Config, author: Seat, judge: Seat, kind: str, own: str
+  config: Config, author: LLMClient, judge: LLMClient, kind: str, own: str
 ) -> Candidate:
   """An app, or why its text cannot be used."""
   started = time.monotonic()
   app = kinds.DRAWERS[kind](random.Random(f'{config.seed}/{own}'))
-  told = await opening.write(author, app.instruction())
-  found = await rubric.judge(judge, query.RUBRIC, told.text)
+  statement = await introduction.write(author, app.instruction())
+  found = await rubric.judge(judge, query.RUBRIC, statement.text)
   reason = ''
   if missing := query.unnamed(app):
     reason = f'unclear: the instruction does not name {missing}'
@@ -101,20 +101,20 @@ async def _candidate(
     'query',
     kind,
     kind,
-    draft=None if reason else drafted(app, own, told),
+    draft=None if reason else drafted(app, own, statement),
     text='\n'.join([app.title, *app.rules]),
     reason=reason,
     wall_s=time.monotonic() - started,
     facts={
-      **{'author': told.by, 'judge': found.by},
+      **{'author': statement.by, 'judge': found.by},
       'criteria': len(app.criteria),
     },
   )
 
 
-def drafted(app: app_lib.App, own: str, told: Text | None = None) -> harbor.Draft:
-  """The task of an app; `told` is its statement, by default the app's own."""
-  told = told or Text(app.instruction(), SCRIPTED)
+def drafted(app: app_lib.App, own: str, statement: Text | None = None) -> harbor.Draft:
+  """The task of an app; `statement` is by default the app's own."""
+  statement = statement or Text(app.instruction(), SCRIPTED)
   versions = {name: installed.distribution(name).version for name in PACKAGES}
   verifier = {
     path.name: path.read_bytes()
@@ -124,7 +124,7 @@ def drafted(app: app_lib.App, own: str, told: Text | None = None) -> harbor.Draf
   solution = {f'app/{name}': data for name, data in app.solution().items()}
   return harbor.Draft(
     name='appdev-' + own.replace('/', '-'),
-    instruction=told.text,
+    instruction=statement.text,
     metadata=harbor.Metadata(
       'appdev',
       app.kind,
@@ -139,7 +139,7 @@ def drafted(app: app_lib.App, own: str, told: Text | None = None) -> harbor.Draf
       verifier_site=_SITE,
       verifier_needs=NEEDS,
       details={
-        **{'author': told.by, 'looks': 'proxies'},
+        **{'author': statement.by, 'looks': 'proxies'},
         'mutants': dict(app.mutants),  # flag of the solution → criterion that needs it
       },
     ),

@@ -1,4 +1,4 @@
-"""A judge's seat for looks: a model that is shown a screenshot. Off by default.
+"""A model that judges looks from screenshots. Off by default.
 
 The verifier's visual layer is proxies that can be measured; the reward never depends
 on this judge. `judge` asks a model at an OpenAI-compatible URL about the screenshots
@@ -13,7 +13,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from m2jax_pipelines import seat
+from m2jax_pipelines import llm
 
 ITEMS = {
   'hierarchy': 'What is most important is what one sees first.',
@@ -34,12 +34,12 @@ class Looks:
   by: str
 
 
-async def judge(judge_seat: seat.Seat, images: Sequence[bytes]) -> Looks:
+async def judge(client: llm.LLMClient, images: Sequence[bytes]) -> Looks:
   """Judges PNG screenshots of one app."""
-  answer = await judge_seat.write(
+  answer = await client.write(
     _messages(images), lambda: '{}', lambda text: _decisions(text) is not None
   )
-  if answer.by == seat.SCRIPTED:
+  if answer.by == llm.SCRIPTED:
     return Looks({}, answer.by)
   return Looks(_decisions(answer.text) or {}, answer.by)
 

@@ -2,7 +2,7 @@
 
 facts/m2-and-forge.md §5 names three questions for a model. Two have exact answers here:
 a text is clear if it names everything that the verifier looks for (`unnamed`), and the
-admission decides feasibility. A model in the judge's seat answers all three by
+admission decides feasibility. A judge model answers all three by
 `RUBRIC`; without one, `RUBRIC`'s patterns do.
 """
 

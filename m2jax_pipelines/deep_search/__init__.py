@@ -136,22 +136,22 @@ async def _candidate(config, context, graph, archive, name, number):
   else:
     return None
   text = questions.text(question, graph.corpus.description)
-  told = await context.author.write(
+  statement = await context.author.write(
     _messages(text), lambda: text, lambda new: _keeps(new, question)
   )
-  lazy = question.path[-1] in graph.lazy(question, told.text)
+  lazy = question.path[-1] in graph.lazy(question, statement.text)
   return Candidate(
     own,
     'question',
     f'{question.family}-{question.hops}',
     name,
-    draft=None if lazy else _draft(config, graph, archive, question, told, own),
-    text=told.text,
+    draft=None if lazy else _draft(config, graph, archive, question, statement, own),
+    text=statement.text,
     reason='one search finds the answer' if lazy else '',
     wall_s=time.monotonic() - started,
     facts={
       'hops': question.hops,
-      'author': told.by,
+      'author': statement.by,
       'source': graph.corpus.source.name,
     },
   )
@@ -173,7 +173,7 @@ def _keeps(text: str, question: questions.Question) -> bool:
   return kept and not any(a.casefold() in text.casefold() for a in question.answers)
 
 
-def _draft(config, graph, archive, question, told, own) -> harbor.Draft:
+def _draft(config, graph, archive, question, statement, own) -> harbor.Draft:
   expected = {
     'answers': list(question.answers),
     'evidence': list(question.path),
@@ -189,12 +189,12 @@ def _draft(config, graph, archive, question, told, own) -> harbor.Draft:
     max_tool_calls=10 * calls,
     baseline_calls=calls,
     source=graph.corpus.source.facts(),
-    details={'hops': question.hops, 'author': told.by},
+    details={'hops': question.hops, 'author': statement.by},
   )
   versions = [f'{n}=={installed.distribution(n).version}' for n in _PACKAGES]
   return harbor.Draft(
     name='deep_search-' + own.replace('/', '-'),
-    instruction=told.text + '\n' + _TOOLS,
+    instruction=statement.text + '\n' + _TOOLS,
     metadata=metadata,
     archive=archive,
     tests={

@@ -152,8 +152,8 @@ class Graph:
 
   def _question(self, family, starts, words, path) -> Question | None:
     answers = self.corpus.passages[path[-1]].titles
-    told = _spaced(' '.join([*starts, *words]))
-    if any(_spaced(answer) in told for answer in answers):
+    text = _spaced(' '.join([*starts, *words]))
+    if any(_spaced(answer) in text for answer in answers):
       return None
     return Question(family, tuple(starts), tuple(words), tuple(path), answers)
 
@@ -197,14 +197,14 @@ def obscured(sentence: str, titles: Sequence[str]) -> str:
 def text(question: Question, description: str) -> str:
   """The question in words."""
   lines = [f'The library is {description}.']
-  told = ' (names and numbers are replaced)'
+  note = ' (names and numbers are replaced)'
   if question.family == 'meeting':
     for letter, clue in zip('AB', question.starts, strict=True):
-      lines.append(f'- Passage {letter} says{told}: "{clue}"')
+      lines.append(f'- Passage {letter} says{note}: "{clue}"')
     lines.append('- Passages A and B both link to exactly one passage, C.')
     lines.append('What is the title of passage C?')
   else:
-    lines.append(f'1. Find the passage that says{told}: "{question.starts[0]}"')
+    lines.append(f'1. Find the passage that says{note}: "{question.starts[0]}"')
     for number, word in enumerate(question.words, 2):
       lines.append(
         f'{number}. Of the passages that it links to, take the only one that mentions '

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from m2jax.tasks import harbor
-from m2jax_pipelines import installed, opening
+from m2jax_pipelines import installed, introduction
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
 
@@ -68,8 +68,8 @@ async def candidates(config: Config, context: Context) -> AsyncIterator[Candidat
 async def _candidate(config, context, topic: str, own: str) -> Candidate:
   started = time.monotonic()
   draft = drafted(topic, random.Random(f'{config.seed}/{own}'), own)
-  told = await opening.write(context.author, draft.instruction)
-  draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
+  statement = await introduction.write(context.author, draft.instruction)
+  draft = dataclasses.replace(draft.by(statement.by), instruction=statement.text)
   return Candidate(
     own,
     'deck',
@@ -79,7 +79,7 @@ async def _candidate(config, context, topic: str, own: str) -> Candidate:
     text=draft.instruction,
     own=facts(draft),
     wall_s=time.monotonic() - started,
-    facts={'author': told.by},
+    facts={'author': statement.by},
   )
 
 

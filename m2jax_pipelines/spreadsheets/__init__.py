@@ -22,7 +22,7 @@ from pathlib import Path
 
 from m2jax.checks import require
 from m2jax.tasks import harbor
-from m2jax_pipelines import installed, opening
+from m2jax_pipelines import installed, introduction
 from m2jax_pipelines.candidate import Candidate, PipelineConfig, attempted
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.spreadsheets import engines, models, mutants, tables
@@ -95,8 +95,8 @@ async def _candidate(config, context, model, salt, used, own: str) -> Candidate:
     draft = drafted(config, model, rng, used, own)
   except mutants.Unfit as error:
     return Candidate(own, 'workbook', model.family, model.source, reason=str(error))
-  told = await opening.write(context.author, draft.instruction)
-  draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
+  statement = await introduction.write(context.author, draft.instruction)
+  draft = dataclasses.replace(draft.by(statement.by), instruction=statement.text)
   return Candidate(
     own,
     'workbook',
@@ -106,7 +106,7 @@ async def _candidate(config, context, model, salt, used, own: str) -> Candidate:
     text=draft.instruction,
     own=facts(model),
     wall_s=time.monotonic() - started,
-    facts={'engines': list(used), 'author': told.by},
+    facts={'engines': list(used), 'author': statement.by},
   )
 
 

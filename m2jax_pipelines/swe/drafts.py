@@ -10,7 +10,7 @@ from typing import Any
 
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import compose
-from m2jax_pipelines.seat import SCRIPTED
+from m2jax_pipelines.llm import SCRIPTED
 from m2jax_pipelines.swe import environment, reaches
 from m2jax_pipelines.swe.environment import Environment
 
@@ -62,7 +62,7 @@ def repair(
     'f2p': sorted(f2p),
     'p2p': sorted(p2p),
     'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
-    'twins': _twins(env, f2p),
+    'canaries': _canaries(env, f2p),
   }
   hidden = {test_file(test) for test in f2p}
   return _draft(
@@ -156,8 +156,8 @@ def performance(
     'files': sorted({test_file(t) for t in env.status}),
     'p2p': sorted(env.status),
     'status': {t: s for t, s in env.status.items() if s != 'PASSED'},
-    'twins': _twins(
-      env, [t for t in env.status if test_file(t) not in env.untimed_twins]
+    'canaries': _canaries(
+      env, [t for t in env.status if test_file(t) not in env.untimed_canaries]
     ),
     'timed': sorted(timed),
     # All of them: the agent's could make the slow ones slower.
@@ -244,9 +244,9 @@ def patch(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
   return ''.join(p if p.endswith('\n') else p + '\n' for p in parts)
 
 
-def _twins(env: Environment, tests: Sequence[str]) -> list[list[str]]:
-  """By number of the twin: those of the tests whose twin fails on the right sources."""
-  found = [sorted(set(tests) & set(fails)) for fails in env.twins]
+def _canaries(env: Environment, tests: Sequence[str]) -> list[list[str]]:
+  """Number of the canary → the tests whose canary fails on the right sources."""
+  found = [sorted(set(tests) & set(fails)) for fails in env.canaries]
   while found and not found[-1]:
     found.pop()
   return found

@@ -26,7 +26,7 @@ from absl import logging
 from m2jax import sandbox
 from m2jax.tasks.harbor import compose, verifier
 from m2jax_pipelines.make import LIMITS
-from m2jax_pipelines.swe import alone, collect, grade, proved_twins, requirements
+from m2jax_pipelines.swe import alone, collect, grade, proved_canaries, requirements
 
 HARNESS = Path(__file__).with_name('harness.py')
 PYTEST = 'pytest==8.4.2'
@@ -63,8 +63,8 @@ class Environment:
     calls: {path: {first line of a function: tests that call it}}.
     repairs: what was done, in order.
     audited: audit events of the right sources (guards.py).
-    twins: by number, the tests whose twin fails, as it must (twins.py).
-    untimed_twins: files with twins that leave threads when they fail.
+    canaries: by number, the tests whose canary fails, as it must (canaries.py).
+    untimed_canaries: files with canaries that leave threads when they fail.
     pytest: command that runs the tests in an agent's workspace; '' if none was found.
   """
 
@@ -80,8 +80,8 @@ class Environment:
   calls: Mapping[str, Mapping[int, Sequence[str]]]
   repairs: tuple[str, ...]
   audited: tuple[str, ...] = ()
-  twins: tuple[tuple[str, ...], ...] = ()
-  untimed_twins: frozenset[str] = frozenset()
+  canaries: tuple[tuple[str, ...], ...] = ()
+  untimed_canaries: frozenset[str] = frozenset()
   pytest: str = ''
 
   @property
@@ -171,8 +171,8 @@ async def build(
   # As for the verdict: tests that need a process of which no event tells are left out.
   alone_ = not alone.may_start(audited(ran))
   request = dict(roots=roots, files=files, keep=chosen, alone=alone_)
-  # In the look that twins have (twins.py), which a few tests may be sensitive to.
-  tree = {**source.files, **proved_twins.changed_files(source.files, files)}
+  # In the look that canaries have (canaries.py), which a few tests may be sensitive to.
+  tree = {**source.files, **proved_canaries.changed_files(source.files, files)}
   runs = [ran]
   for mode in _AGAIN:
     runs.append(await run(dataset, key, tree, mode, **request))
@@ -184,7 +184,7 @@ async def build(
   if broken:
     log.append(f'leave out {len(broken)} failing tests or files')
   right = audited(ran, again)
-  twins, untimed = await _twins(dataset, key, source, status, request, right)
+  canaries, untimed = await _canaries(dataset, key, source, status, request, right)
   calls = {
     path: {int(line): tests for line, tests in lines.items()}
     for path, lines in again.end.get('calls', {}).items()
@@ -202,8 +202,8 @@ async def build(
     calls=calls,
     repairs=tuple(log),
     audited=right,
-    twins=twins,
-    untimed_twins=untimed,
+    canaries=canaries,
+    untimed_canaries=untimed,
     pytest=await pytest_command(dataset, key, source.files, roots),
   )
 
@@ -275,15 +275,15 @@ def _stable(chosen: Sequence[str], runs: Sequence[Output]) -> tuple[dict, list[s
   return status, log
 
 
-async def _twins(dataset, key, source, status, request, right):
-  """`proved_twins.proved` of the tests that pass."""
+async def _canaries(dataset, key, source, status, request, right):
+  """`proved_canaries.proved` of the tests that pass."""
 
   async def replaced(changed, files):
     tree = {**source.files, **changed}
     return await run(dataset, key, tree, 'run', **{**request, 'files': files})
 
   passing = [t for t, s in status.items() if s == 'PASSED']
-  return await proved_twins.proved(
+  return await proved_canaries.proved(
     replaced, source.files, request['files'], passing, right
   )
 
@@ -464,7 +464,7 @@ def _parsed(done: sandbox.ExecResult, nonce: str) -> Output:
 
 def shipped() -> dict[str, bytes]:
   """The verifier's programs, for a task's tests/."""
-  ours = 'grade.py copies.py reaches.py twins.py variants.py'.split()
+  ours = 'grade.py copies.py reaches.py canaries.py variants.py'.split()
   return {
     **{name: HARNESS.with_name(name).read_bytes() for name in (*grade.PROGRAMS, *ours)},
     'compose.py': Path(compose.__file__).read_bytes(),

@@ -72,7 +72,7 @@ class Failed(Exception):
 def tests(config, tree):
   """F2P ∧ P2P on the agent's sources."""
   _refuse_reaching(config, tree)
-  results = _with_twins(config, tree, [*config['f2p'], *config['p2p']])
+  results = _with_canaries(config, tree, [*config['f2p'], *config['p2p']])
   wrong = [t for t in config['f2p'] if not _right(config, t, results)]
   broken = [t for t in config['p2p'] if not _right(config, t, results)]
   f2p, p2p = (
@@ -92,21 +92,21 @@ def tests(config, tree):
   }
 
 
-def _with_twins(config, tree, keep, strict=False):
-  """Results of tests, whose twins (twins.py) run among them, in an unknown order.
+def _with_canaries(config, tree, keep, strict=False):
+  """Results of tests, whose canaries (canaries.py) run among them, in an unknown order.
 
-  Raises Failed if the tests pass and a twin does not fail.
+  Raises Failed if the tests pass and a canary does not fail.
   """
+  import canaries
   import copies
-  import twins
 
-  jobs = [(None, keep), *(job for job in enumerate(config['twins']) if job[1])]
+  jobs = [(None, keep), *(job for job in enumerate(config['canaries']) if job[1])]
   secrets.SystemRandom().shuffle(jobs)
   results, blind = {}, []
   for number, wanted in jobs:
     files = sorted({test.partition('::')[0] for test in wanted})
     texts = {path: _text(tree, path) or '' for path in files}
-    with copies.copied(tree, twins.twins_of(texts, number)) as copy:
+    with copies.copied(tree, canaries.canaries_of(texts, number)) as copy:
       found = run(config, copy, files, wanted, config['limit_s'], strict=strict)
     if number is not None:
       blind += [t for t in wanted if found.get(t) != 'FAILED']
@@ -182,7 +182,7 @@ def performance(config, tree):
   Slow and changed sources run in turns, so that both see the same load.
   """
   _refuse_reaching(config, tree)
-  results = _with_twins(config, tree, config['p2p'], strict=True)
+  results = _with_canaries(config, tree, config['p2p'], strict=True)
   broken = [t for t in config['p2p'] if not _right(config, t, results)]
   if broken:
     raise Failed(f'{len(broken)} P2P tests fail')

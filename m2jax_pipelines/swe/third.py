@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import secrets
 
-from m2jax_pipelines.swe import mutate, twins
+from m2jax_pipelines.swe import canaries, mutate
 
 _HELPER = '''
 def helper(run, right, bug, arguments, keywords):
@@ -138,10 +138,10 @@ def source(right: str, bug: str, function: str, line: int) -> str:
   if doc is not None:
     wrapper.body.insert(0, ast.Expr(ast.Constant(doc)))
   node.args, node.body, node.returns = wrapper.args, wrapper.body, None
-  text = twins.WRONG + _HELPER + f'{names["run"]} = []\n'
+  text = canaries.WRONG + _HELPER + f'{names["run"]} = []\n'
   for name in ('helper', 'wrong'):
     text = text.replace(f'{name}(', f'{names[name]}(')
-  twins.insert(trees[0], text)
+  canaries.insert(trees[0], text)
   return ast.unparse(ast.fix_missing_locations(trees[0])) + '\n'
 
 

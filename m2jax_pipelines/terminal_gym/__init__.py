@@ -191,21 +191,21 @@ def _staged(context: Context, draft: harbor.Draft):
 async def _candidate(config, context, family, seed, proved, depth, ids) -> Candidate:
   """The candidate of a statement; its stage and family are set by the caller."""
   own, drawn = ids[depth], proved.drawn
-  told = await statements.write(context.author, drawn, depth, config.repairs)
+  statement = await statements.write(context.author, drawn, depth, config.repairs)
   facts = {
     'depth': depth,
     'parent': ids[depth - 1] if depth else '',
     'statement': statements.DEPTHS[depth],
-    'author': told.by,
-    'repairs': [*proved.repairs, *told.repairs],
+    'author': statement.by,
+    'repairs': [*proved.repairs, *statement.repairs],
     'seed': seed.id,
   }
   empty = Candidate(own, '', family.name, family.name, facts=facts)
-  if told.problem:
-    return dataclasses.replace(empty, reason=told.problem)
+  if statement.problem:
+    return dataclasses.replace(empty, reason=statement.problem)
   name = 'terminal-' + own.replace('/', '-').replace('+', '-')
   details = {key: facts[key] for key in ('depth', 'parent', 'statement', 'author')}
-  plain = drafts.draft(family, seed, drawn, told.text, name, details)
+  plain = drafts.draft(family, seed, drawn, statement.text, name, details)
   with _staged(context, plain) as directory:
     found = await solvers.calibrate(
       directory,
@@ -221,7 +221,7 @@ async def _candidate(config, context, family, seed, proved, depth, ids) -> Candi
   if found.bucket in config.drop:
     return dataclasses.replace(empty, reason=f'difficulty: {found.bucket}', facts=facts)
   details |= {'repairs': len(facts['repairs']), **found.facts()}
-  draft = drafts.draft(family, seed, drawn, told.text, name, details)
-  # An indirect statement does not tell the values; they are the task's own as well.
-  text = ' '.join([told.text, *drawn.values.values()])
+  draft = drafts.draft(family, seed, drawn, statement.text, name, details)
+  # An indirect statement omits the values; they are the task's own as well.
+  text = ' '.join([statement.text, *drawn.values.values()])
   return dataclasses.replace(empty, draft=draft, text=text, facts=facts)

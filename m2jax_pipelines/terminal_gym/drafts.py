@@ -24,7 +24,7 @@ def suite(drawn: Drawn) -> dict[str, bytes]:
     for number, inputs in enumerate(drawn.inputs)
     for path, data in inputs.items()
   }
-  expected = drawn.expected() | {'run': drawn.told(drawn.run)}
+  expected = drawn.expected() | {'run': drawn.filled(drawn.run)}
   return {
     'test.sh': _TEST,
     'grade.py': _GRADE.read_bytes(),
@@ -53,7 +53,7 @@ def draft(
     'terminal_gym',
     family.name,
     listing=True,
-    run=drawn.told(drawn.run),
+    run=drawn.filled(drawn.run),
     max_tool_calls=30,
     baseline_calls=len(drawn.commands),
     source=seed.facts(),

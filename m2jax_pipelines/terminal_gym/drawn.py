@@ -72,16 +72,16 @@ class Drawn:
 
   def workspace(self) -> dict[str, bytes]:
     """The files, with the notes."""
-    about = f'# About this folder\n\n{self.told(self.format)}\n\n{RULE}\n'
+    about = f'# About this folder\n\n{self.filled(self.format)}\n\n{RULE}\n'
     return {**self.files, NOTES: about.encode()}
 
-  def told(self, text: str, values: Mapping[str, str] | None = None) -> str:
+  def filled(self, text: str, values: Mapping[str, str] | None = None) -> str:
     """A text with its slots filled, by default with the values."""
     return filled(text, self.values if values is None else values)
 
   def solution(self) -> str:
     """The solution as a shell script."""
-    return script(self.told(command) for command in self.commands)
+    return script(self.filled(command) for command in self.commands)
 
   def expected(self) -> dict[str, Any]:
     """The end state: `entries`, a path → entry for all that there may be, and runs."""

@@ -60,16 +60,16 @@ def scripts(
   """Yields (solver, its shell script); those with several trials come several times."""
   commands, values = drawn.commands, drawn.values
   yield 'nothing', script(())
-  yield 'example', script([drawn.told(drawn.example)])
-  yield 'first', script(map(drawn.told, commands[:1]))
-  yield 'partial', script(map(drawn.told, commands[:-1]))
-  yield 'untidy', script([*map(drawn.told, commands), 'date > result.tmp'])
+  yield 'example', script([drawn.filled(drawn.example)])
+  yield 'first', script(map(drawn.filled, commands[:1]))
+  yield 'partial', script(map(drawn.filled, commands[:-1]))
+  yield 'untidy', script([*map(drawn.filled, commands), 'date > result.tmp'])
   known = {slot: v if v in statement else _UNKNOWN for slot, v in values.items()}
-  yield 'literal', script(drawn.told(c, known) for c in commands)
+  yield 'literal', script(drawn.filled(c, known) for c in commands)
   for trial in range(trials):
     rng = random.Random(f'{seed}/{trial}')
-    yield 'noisy', script(map(drawn.told, _with_faults(drawn, rng)))
-  yield 'full', script(map(drawn.told, commands))
+    yield 'noisy', script(map(drawn.filled, _with_faults(drawn, rng)))
+  yield 'full', script(map(drawn.filled, commands))
 
 
 def _with_faults(drawn: Drawn, rng: random.Random) -> list[str]:

@@ -16,7 +16,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from m2jax_pipelines.seat import SCRIPTED, Seat
+from m2jax_pipelines.llm import SCRIPTED, LLMClient
 from m2jax_pipelines.terminal_gym.drawn import NOTES, RULE, Drawn
 
 _BEGINNING = re.compile(r'(?:\A|(?<=[a-z]\. ))t(?=he\b)')
@@ -40,15 +40,15 @@ class Statement:
 
 def scripted(drawn: Drawn, depth: int) -> str:
   """The procedural statement at a depth."""
-  values = told_values(drawn, depth)
-  parts = [drawn.told(drawn.goal, values)]
+  values = stated_values(drawn, depth)
+  parts = [drawn.filled(drawn.goal, values)]
   if depth == 0:
-    steps = [f'{i}. {drawn.told(s)}' for i, s in enumerate(drawn.steps, 1)]
+    steps = [f'{i}. {drawn.filled(s)}' for i, s in enumerate(drawn.steps, 1)]
     parts.append('\n'.join(steps))
   if depth >= 2:
-    parts.append(drawn.told(drawn.constraint, values))
+    parts.append(drawn.filled(drawn.constraint, values))
   if depth < 3:
-    parts += [drawn.told(drawn.format, values), RULE]
+    parts += [drawn.filled(drawn.format, values), RULE]
   else:
     parts.append(f'{NOTES} says what the result must look like and what to leave.')
   text = '\n\n'.join(parts) + '\n'
@@ -56,7 +56,7 @@ def scripted(drawn: Drawn, depth: int) -> str:
   return _BEGINNING.sub(lambda found: found.group().upper(), text)
 
 
-def told_values(drawn: Drawn, depth: int) -> Mapping[str, str]:
+def stated_values(drawn: Drawn, depth: int) -> Mapping[str, str]:
   """Slot → its value, or the description that stands for it."""
   return {**drawn.values, **drawn.indirect} if depth >= 2 else drawn.values
 
@@ -72,7 +72,7 @@ def problem(drawn: Drawn, depth: int, text: str) -> str:
       return f'it tells {value!r}, which this variant must describe instead'
     if not hidden and f'@{slot}@' in used and value not in text:
       return f'it does not tell {value!r}'
-  if depth >= 1 and any(drawn.told(c) in text for c in drawn.commands):
+  if depth >= 1 and any(drawn.filled(c) in text for c in drawn.commands):
     return 'it tells a command of the solution'
   if depth == 3 and NOTES not in text:
     return f'it does not refer to {NOTES}'
@@ -81,7 +81,7 @@ def problem(drawn: Drawn, depth: int, text: str) -> str:
   return ''
 
 
-async def write(author: Seat, drawn: Drawn, depth: int, repairs: int) -> Statement:
+async def write(author: LLMClient, drawn: Drawn, depth: int, repairs: int) -> Statement:
   """The author's statement; what is wrong is fed back at most `repairs` times. Then the
   scripted one takes its place, as in every pipeline."""
   base = scripted(drawn, depth)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from m2jax import forest
 from m2jax.data import chats
 from m2jax.text import chat, tokenizer
-from m2jax_pipelines import seat
+from m2jax_pipelines import llm
 
 USER = {'role': 'user', 'content': 'How many?'}
 ANSWER = {'role': 'assistant', 'reasoning_content': 'count', 'content': 'three'}
@@ -92,11 +92,11 @@ def test_what_must_not_be_trained_is_skipped_and_counted(tmp_path, caplog):
 
 
 def test_a_file_of_calls_is_refused(tmp_path):
-  """What a seat logs has nothing to train: the error says why."""
+  """Logged calls have nothing to train: the error gives the reason."""
   log = tmp_path / 'calls.jsonl'
-  config = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m', retries=0)
-  author = seat.Seat(config, 'author', log)
-  with pytest.raises(seat.NoAnswer):
+  config = llm.LLMConfig(url='http://127.0.0.1:9/v1', model='m', retries=0)
+  author = llm.LLMClient(config, 'author', log)
+  with pytest.raises(llm.NoAnswer):
     asyncio.run(author.write([USER, ANSWER], lambda: 'scripted'))
   with pytest.raises(ValueError, match='no chats to train: 1 lines with training: f'):
     chats.read(log)

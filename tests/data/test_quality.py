@@ -1,4 +1,4 @@
-"""The quality classifier against its formula, and the seat that any scorer may take."""
+"""The quality classifier against its formula, and that any callable can replace it."""
 
 import pathlib
 import random
@@ -109,7 +109,7 @@ def test_ranks_keep_the_order(scores):
       assert (a < b) == (ranks[i] < ranks[j])
 
 
-def test_any_callable_takes_the_seat():
+def test_any_callable_can_be_the_scorer():
   """A rule, a reward model's function; numbers of any kind."""
   document = Document('abc', 'x', {'stars': 9})
   assert quality.score_one(document, lambda d: len(d.text)) == 3.0

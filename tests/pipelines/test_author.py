@@ -1,4 +1,4 @@
-"""A model in the author's seat is asked in every pipeline that has one, or refused."""
+"""Every pipeline that takes an author model asks it; the others reject one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from m2jax_pipelines import (
   appdev,
   discovery,
   installed,
-  opening,
+  introduction,
+  llm,
   reasoning,
-  seat,
   slides,
   spreadsheets,
 )
@@ -59,12 +59,12 @@ def config(request, monkeypatch):
 
 def test_the_author_opens_the_statement(config, tmp_path):
   """Its words come first, and every requirement stays as it is; the record says who."""
-  plain = _first(config, tmp_path, seat.Seat(seat.SeatConfig(), 'author'))
-  assert plain.facts['author'] == seat.SCRIPTED
-  assert plain.draft.metadata.details['author'] == seat.SCRIPTED
+  plain = _first(config, tmp_path, llm.LLMClient(llm.LLMConfig(), 'author'))
+  assert plain.facts['author'] == llm.SCRIPTED
+  assert plain.draft.metadata.details['author'] == llm.SCRIPTED
   log = tmp_path / 'calls.jsonl'
   with Server(lambda body: ASKED) as server:
-    author = seat.Seat(seat.SeatConfig(url=server.url, model='m'), 'author', log)
+    author = llm.LLMClient(llm.LLMConfig(url=server.url, model='m'), 'author', log)
     told = _first(config, tmp_path, author)
   assert told.draft.instruction == f'{ASKED}\n\n{plain.draft.instruction}'
   assert plain.draft.instruction in server.bodies[0]['messages'][-1]['content']
@@ -76,9 +76,9 @@ def test_the_author_opens_the_statement(config, tmp_path):
 
 def test_an_opening_that_adds_something_is_not_used(config, tmp_path):
   with Server(lambda body: f'{ASKED} It needs a title of 7 words.') as server:
-    author = seat.Seat(seat.SeatConfig(url=server.url, model='m'), 'author')
+    author = llm.LLMClient(llm.LLMConfig(url=server.url, model='m'), 'author')
     told = _first(config, tmp_path, author)
-  assert told.facts['author'] == seat.SCRIPTED and ASKED not in told.draft.instruction
+  assert told.facts['author'] == llm.SCRIPTED and ASKED not in told.draft.instruction
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_an_opening_that_adds_something_is_not_used(config, tmp_path):
   ],
 )
 def test_what_an_opening_must_not_have(text):
-  assert opening.acceptable(ASKED) and not opening.acceptable(text)
+  assert introduction.acceptable(ASKED) and not introduction.acceptable(text)
 
 
 def test_reasoning_refuses_an_author():
   """Its problems are the package's own texts: the error says what to change."""
-  author = seat.SeatConfig(url='http://127.0.0.1:9/v1', model='m')
+  author = llm.LLMConfig(url='http://127.0.0.1:9/v1', model='m')
   with pytest.raises(InvalidSetting, match=r'Config\.author=.*without url'):
     reasoning.Config(author=author)

@@ -25,9 +25,9 @@ from m2jax_pipelines import (
   appdev,
   deep_search,
   discovery,
+  llm,
   make,
   reasoning,
-  seat,
   slides,
   spreadsheets,
 )
@@ -172,7 +172,7 @@ def test_an_agent_plays_a_made_task(made, serve, tok, name):
   """Doing the work gets 1, doing nothing 0; what is trained is what was sampled."""
   spec = made(name).spec
   author = tasks.make(spec).directory.metadata.details['author']
-  assert author == seat.SCRIPTED  # every record says who wrote the statement
+  assert author == llm.SCRIPTED  # every record says who wrote the statement
   gateway, engine, records = serve(
     _policy(tok, tasks.make(spec)),
     accept_unknown_keys=False,

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from m2jax.tasks import harbor
-from m2jax_pipelines import make, reasoning, recheck, records, seat
+from m2jax_pipelines import llm, make, reasoning, recheck, records
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.source import Tasks
 from m2jax_pipelines.tasks.reasoning import problems
@@ -120,7 +120,7 @@ def test_second_solvers_know_cases_that_are_rare(generator, question, answer):
 def test_one_constant_answer_is_not_worth_much(generator, tmp_path):
   """Nine of ten syllogisms of level 0 follow: always "Yes" would be nearly right."""
   config = reasoning.Config(generators=(generator,), levels=(0,), max_rounds=160)
-  context = Context(tmp_path, seat.Seat(config.author, 'author'))
+  context = Context(tmp_path, llm.LLMClient(config.author, 'author'))
 
   async def drafts():
     stream = reasoning.candidates(config, context)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from m2jax import sandbox
-from m2jax_pipelines import rubric, seat
+from m2jax_pipelines import llm, rubric
 from tests.pipelines import model_server
 
 ITEMS = (
@@ -30,11 +30,11 @@ ITEMS = (
 GOOD = 'On 2024-05 the total was 1,240. Source: ledger'
 
 
-class Model(seat.Seat):
-  """A seat whose model answers with a given text."""
+class Model(llm.LLMClient):
+  """A client whose model answers with a given text."""
 
   def __init__(self, text):
-    super().__init__(seat.SeatConfig(url='http://model', model='m'), 'judge')
+    super().__init__(llm.LLMConfig(url='http://model', model='m'), 'judge')
     self._text, self.messages = text, None
 
   async def _call(self, messages):
@@ -43,7 +43,7 @@ class Model(seat.Seat):
 
 
 def _judge(document, text=None):
-  who = Model(text) if text is not None else seat.Seat(seat.SeatConfig(), 'judge')
+  who = Model(text) if text is not None else llm.LLMClient(llm.LLMConfig(), 'judge')
   return asyncio.run(rubric.judge(who, ITEMS, document))
 
 
@@ -114,7 +114,7 @@ def test_a_models_critical_item_ends_all():
 )
 def test_an_answer_that_is_no_judgement_is_invalid(text):
   """Neither a 0 nor the scripted judge's score takes its place."""
-  with pytest.raises(seat.NoAnswer):
+  with pytest.raises(llm.NoAnswer):
     _judge(GOOD, text)
 
 
@@ -126,8 +126,8 @@ def test_a_judgement_may_have_a_fence_or_thinking_around_it(around):
 def _served(answer, document=GOOD, **options):
   """The judgement by a model behind HTTP, and how often it was asked."""
   with model_server.Server(answer) as server:
-    config = seat.SeatConfig(url=server.url, model='m', timeout_s=5, retries=0)
-    judge = seat.Seat(config, 'judge')
+    config = llm.LLMConfig(url=server.url, model='m', timeout_s=5, retries=0)
+    judge = llm.LLMClient(config, 'judge')
     found = asyncio.run(rubric.judge(judge, ITEMS, document, **options))
     return found, len(server.bodies)
 
@@ -147,14 +147,14 @@ def test_a_judge_that_disagrees_with_itself_is_invalid(item):
       return next(answers)
 
   document = f'{GOOD} as the total was 1,240'
-  with pytest.raises(seat.NoAnswer, match=f"differ on .'{item}'"):
+  with pytest.raises(llm.NoAnswer, match=f"differ on .'{item}'"):
     _served(answer, document)
   _served(answer, document, asks=1)  # what asking twice is for
 
 
 def test_a_yes_whose_quotation_is_missing_once_is_a_disagreement():
   answers = itertools.cycle([_answer(), _answer('never in the document')])
-  with pytest.raises(seat.NoAnswer, match='total'):
+  with pytest.raises(llm.NoAnswer, match='total'):
     _served(lambda body: next(answers))
 
 
@@ -171,14 +171,14 @@ _GARBAGE = {
 
 @pytest.mark.parametrize('name', _GARBAGE)
 def test_garbage_over_http_is_invalid(name):
-  with pytest.raises(seat.NoAnswer):
+  with pytest.raises(llm.NoAnswer):
     _served(lambda body: _GARBAGE[name])
 
 
 @pytest.mark.parametrize('second', [None, 'garbage'])
 def test_a_judge_that_fails_the_second_time_is_invalid(second):
   answers = iter([_answer(), second])
-  with pytest.raises(seat.NoAnswer):
+  with pytest.raises(llm.NoAnswer):
     _served(lambda body: next(answers))
 
 
@@ -187,15 +187,15 @@ def test_a_judge_that_is_down_or_silent_is_invalid():
     gone = server.url
   with socket.create_server(('127.0.0.1', 0)) as silent:
     for url in (gone, f'http://127.0.0.1:{silent.getsockname()[1]}/v1'):
-      config = seat.SeatConfig(url=url, model='m', timeout_s=0.3, retries=0)
-      judge = seat.Seat(config, 'judge')
-      with pytest.raises(seat.NoAnswer):
+      config = llm.LLMConfig(url=url, model='m', timeout_s=0.3, retries=0)
+      judge = llm.LLMClient(config, 'judge')
+      with pytest.raises(llm.NoAnswer):
         asyncio.run(rubric.judge(judge, ITEMS, GOOD))
 
 
 def test_no_judgement_is_masked_as_an_infrastructure_failure():
   """What episodes do not judge (law 5)."""
-  assert issubclass(seat.NoAnswer, sandbox.SandboxError)
+  assert issubclass(llm.NoAnswer, sandbox.SandboxError)
 
 
 @pytest.mark.parametrize(

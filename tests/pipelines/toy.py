@@ -67,6 +67,6 @@ async def candidates(config, context):
 async def _told(context, number, words, about):
   draft = _draft(number, 'g')
   ask = [{'role': 'user', 'content': draft.instruction}]
-  told = await context.author.write(ask, lambda: draft.instruction)
-  draft = dataclasses.replace(draft.by(told.by), instruction=told.text)
+  statement = await context.author.write(ask, lambda: draft.instruction)
+  draft = dataclasses.replace(draft.by(statement.by), instruction=statement.text)
   return Candidate(*about, draft=draft, text=words)

@@ -94,8 +94,8 @@ def _per_row_kernel(sizes, transpose, *refs):
   def _():
     acc = jnp.zeros((sizes['rows'], columns), jnp.float32)
     # int32 both: Triton gives a select of two Python numbers the type of the predicate
-    some = jnp.where(own < rhs.shape[0], np.int32(parts), np.int32(0))
-    acc = lax.fori_loop(0, some, add, acc)
+    count = jnp.where(own < rhs.shape[0], np.int32(parts), np.int32(0))
+    acc = lax.fori_loop(0, count, add, acc)
     _store(out, (row_at, column_at), (end, out.shape[1]), acc)
 
 

@@ -123,7 +123,7 @@ def _total(out, lse):
   safe = jnp.where(top == -jnp.inf, 0, top)
   weights = jnp.exp(lse - safe)
   total = jnp.sum(weights, axis=0)
-  some = total > 0
-  divisor = jnp.where(some, total, 1)
+  nonempty = total > 0
+  divisor = jnp.where(nonempty, total, 1)
   out = jnp.sum(out * (weights / divisor)[..., None], axis=0)
-  return out, jnp.where(some, safe + jnp.log(divisor), jnp.inf)
+  return out, jnp.where(nonempty, safe + jnp.log(divisor), jnp.inf)

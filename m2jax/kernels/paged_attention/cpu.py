@@ -55,8 +55,8 @@ def short_chunk(
   out = jnp.einsum('kpqs,kpsh->kpqh', weights, values)
   out = out.reshape(K, P, C, -1, H).transpose(1, 2, 0, 3, 4).reshape(P, C, heads, H)
   lse = jax.nn.logsumexp(scores, axis=-1).transpose(1, 2, 0, 3).reshape(P, C, heads)
-  some = (position >= 0)[:, :, None]
-  return jnp.where(some[..., None], out, 0), jnp.where(some, lse, jnp.inf)
+  nonempty = (position >= 0)[:, :, None]
+  return jnp.where(nonempty[..., None], out, 0), jnp.where(nonempty, lse, jnp.inf)
 
 
 def _long_chunk(q, keys, values, position, subtree_end, scale):

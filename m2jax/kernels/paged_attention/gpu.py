@@ -102,9 +102,9 @@ def _kernel(static: _Static, tree: bool, *refs):
   none = jnp.full(static.blocks.rows, -jnp.inf, jnp.float32)
   init = none, jnp.zeros_like(none), jnp.zeros((static.blocks.rows, dim), jnp.float32)
   top, total, acc = lax.fori_loop(begin, end, add, init)
-  some = total > 0
-  divisor = jnp.where(some, total, 1.0)
-  refs.lse[...] = jnp.where(some, top + jnp.log(divisor), -jnp.inf)
+  nonempty = total > 0
+  divisor = jnp.where(nonempty, total, 1.0)
+  refs.lse[...] = jnp.where(nonempty, top + jnp.log(divisor), -jnp.inf)
   refs.out[...] = acc / divisor[:, None]
 
 

@@ -191,11 +191,11 @@ def _kernel(static: _Static, tree: bool, *refs):
     cast(jnp.zeros((_ROWS, dim), jnp.float32)),
   )
   top, sums, acc = lax.fori_loop(begin, end, add, init)
-  some = sums > 0
-  divisor = jnp.where(some, sums, jnp.ones_like(sums))
+  nonempty = sums > 0
+  divisor = jnp.where(nonempty, sums, jnp.ones_like(sums))
   scratch.out[...] = acc / _as_columns(divisor, dim)
   scratch.lse[...] = jnp.where(
-    some, top + jnp.log(divisor), jnp.full_like(top, -jnp.inf)
+    nonempty, top + jnp.log(divisor), jnp.full_like(top, -jnp.inf)
   )
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(scratch.out, out.at[part, row, head, block])

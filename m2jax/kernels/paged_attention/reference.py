@@ -33,10 +33,10 @@ def attend(
   top = jnp.where(jnp.isfinite(top), top, 0)
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)
-  some = jnp.where(total > 0, total, 1)
+  divisor = jnp.where(total > 0, total, 1)
   # What no query of a row sees may be anything: 0 times it must be 0.
   stored = jnp.any(seen, axis=1)[:, 0, 0]
   values = jnp.where(stored[None, :, :, None], values, 0)
-  out = jnp.einsum('pckgs,kpsh->pckgh', (weights / some).astype(q.dtype), values)
-  lse = jnp.where(total > 0, top + jnp.log(some), jnp.inf)
+  out = jnp.einsum('pckgs,kpsh->pckgh', (weights / divisor).astype(q.dtype), values)
+  lse = jnp.where(total > 0, top + jnp.log(divisor), jnp.inf)
   return out.reshape(P, C, N, H), lse.reshape(P, C, N)

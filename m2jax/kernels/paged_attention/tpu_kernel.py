@@ -224,10 +224,10 @@ def _begin(refs: _Refs):
 
 def _finish(refs: _Refs):
   # Padding was not masked where all others see a block whole.
-  some = (refs.total[...] > 0) & (refs.columns[0] >= 0)
-  divisor = jnp.where(some, refs.total[...], 1.0)
-  lse = jnp.where(some, refs.top[...] + jnp.log(divisor), jnp.inf)
+  nonempty = (refs.total[...] > 0) & (refs.columns[0] >= 0)
+  divisor = jnp.where(nonempty, refs.total[...], 1.0)
+  lse = jnp.where(nonempty, refs.top[...] + jnp.log(divisor), jnp.inf)
   refs.lse[...] = lse.T[:1]
   rows = refs.q.shape[0]
-  out = jnp.where(some[:rows, :1], refs.acc[...] / divisor[:rows, :1], 0.0)
+  out = jnp.where(nonempty[:rows, :1], refs.acc[...] / divisor[:rows, :1], 0.0)
   refs.out[...] = out.astype(refs.out.dtype)

@@ -217,9 +217,11 @@ def _forward(static, q, k, v, plan: _Plan):
   out, total = jax.lax.fori_loop(
     0, plan.count, step, (jnp.zeros_like(q), jnp.zeros_like(shift))
   )
-  some = jnp.where(total > 0, total, 1)
+  divisor = jnp.where(total > 0, total, 1)
   # +inf where a query saw nothing: its weights recompute to exactly 0
-  return out / some[..., None], jnp.where(total > 0, shift + jnp.log(some), jnp.inf)
+  return out / divisor[..., None], jnp.where(
+    total > 0, shift + jnp.log(divisor), jnp.inf
+  )
 
 
 def _backward(static, residuals, d_out):

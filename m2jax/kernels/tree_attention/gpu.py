@@ -132,9 +132,9 @@ def _forward_kernel(static: _Static, *refs):
   init = none, jnp.zeros_like(none), jnp.zeros(queries.shape, jnp.float32)
   top, total, acc = _over_partners(partners, ends, add, init)
   # +inf where a query saw nothing: its weights recompute to exactly 0
-  some = total > 0
-  divisor = jnp.where(some, total, 1.0)
-  lse[...] = jnp.where(some, top * _LN_2 + jnp.log(divisor), jnp.inf)
+  nonempty = total > 0
+  divisor = jnp.where(nonempty, total, 1.0)
+  lse[...] = jnp.where(nonempty, top * _LN_2 + jnp.log(divisor), jnp.inf)
   out[...] = (acc / divisor[:, None]).astype(out.dtype)
 
 

@@ -64,9 +64,9 @@ def forward(
   top = jnp.where(jnp.isfinite(top), top, 0)
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)
-  some = jnp.where(total > 0, total, 1)
-  out = jnp.einsum('bkgqs,bskh->bqkgh', (weights / some).astype(v.dtype), v)
-  lse = jnp.where(total > 0, top + jnp.log(some), jnp.inf)
+  divisor = jnp.where(total > 0, total, 1)
+  out = jnp.einsum('bkgqs,bskh->bqkgh', (weights / divisor).astype(v.dtype), v)
+  lse = jnp.where(total > 0, top + jnp.log(divisor), jnp.inf)
   return out.reshape(batch, queries, heads, head_dim), lse.reshape(batch, heads, -1)
 
 

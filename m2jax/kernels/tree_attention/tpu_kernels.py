@@ -131,9 +131,9 @@ def forward_kernel(static: Static, *refs):
 
   def finish():
     # +inf where a query saw nothing: its weights recompute to exactly 0
-    some = total[...] > 0
-    divisor = jnp.where(some, total[...], 1.0)
-    lse[...] = jnp.where(some, top[...] + jnp.log(divisor), jnp.inf)
+    nonempty = total[...] > 0
+    divisor = jnp.where(nonempty, total[...], 1.0)
+    lse[...] = jnp.where(nonempty, top[...] + jnp.log(divisor), jnp.inf)
     for g in range(static.group):
       _, columns = _head(static, g)
       out[:, columns] = (acc[g] / divisor[g : g + 1]).T.astype(out.dtype)

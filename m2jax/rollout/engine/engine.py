@@ -105,20 +105,24 @@ class Engine:
     self._mesh = self.sharding.mesh or one
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
     self._on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
-    few = placement.few_tokens(cfg, config, self.sharding) if self._on_cpu else None
-    specs = self._specs(few)
+    small_batch = None
+    if self._on_cpu:
+      small_batch = placement.small_batch_form(cfg, config, self.sharding)
+    specs = self._specs(small_batch)
     calls = Calls(cfg, config, self.sharding, self._on_cpu)
-    self._make_weights_calls(specs, few)
+    self._make_weights_calls(specs, small_batch)
     self._make_calls(calls, specs)
     self._make_page_calls(calls, specs)
 
-  def _specs(self, few: int | None) -> Specs:
-    """Where arguments and results of the calls are; `few`: see `forward.prepared`."""
+  def _specs(self, small_batch: int | None) -> Specs:
+    """Placement of the calls' arguments and results; see `forward.prepared`."""
     config, rules = self.config, self.sharding.rules
     weights = stacked = _EVERYWHERE
     if self.sharding.mesh is not None:
       modules = config.draft_tokens > 0
-      weights = placement.weight_specs(self.cfg, rules, few=few, modules=modules)
+      weights = placement.weight_specs(
+        self.cfg, rules, small_batch=small_batch, modules=modules
+      )
       stacked = sharding_lib.param_specs(self.cfg, rules)
     return Specs(
       stacked,
@@ -129,12 +133,12 @@ class Engine:
       placement.rows_spec(rules),
     )
 
-  def _make_weights_calls(self, specs: Specs, few: int | None) -> None:
+  def _make_weights_calls(self, specs: Specs, small_batch: int | None) -> None:
     split = functools.partial(
       forward.prepared,
       self.cfg,
       quantize=bool(self.config.weights_dtype),
-      few=few,
+      small_batch=small_batch,
       modules=self.config.draft_tokens > 0,
     )
     self._prepare = self._jit(split, (specs.stacked,), specs.weights)

@@ -11,7 +11,6 @@ L layers, K key/value heads, G query heads per K, H head dim.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -145,7 +144,7 @@ def split_layers(
   cfg: ModelConfig,
   variables,
   *,
-  few: Callable | None = None,
+  small_batch: Callable | None = None,
   modules: bool = False,
 ):
   """Where layers are unrolled, the weights with a list over layers in place of stacks.
@@ -153,14 +152,14 @@ def split_layers(
   XLA copies each slice of a stacked array that a matmul reads, in every call.
 
   Args:
-    few: `batched.dense` or `batched.separate`, to add that form of a layer's experts
-      (`moe.served`); None keeps gate and up.
+    small_batch: `batched.dense` or `batched.separate`, to add that form of a layer's
+      experts (`moe.served`); None keeps gate and up.
     modules: splits the MTP modules, too.
   """
   params, router = variables['params'], variables['router']
   if not cfg.unroll_layers or isinstance(params['layers'], list):
     return variables
-  prepare = functools.partial(served.prepare, few=few) if few else lambda p: p
+  prepare = lambda p: served.prepare(p, small_batch) if small_batch else p
   split = {'layers': list(map(prepare, _split(cfg.num_layers, params['layers'])))}
   biases = {'layers': _split(cfg.num_layers, router['layers'])}
   if modules:

@@ -53,8 +53,8 @@ def serving(cfg: ModelConfig, sharding: Sharding) -> Sharding:
   return served
 
 
-def few_tokens(cfg: ModelConfig, config: EngineConfig, sharding: Sharding):
-  """The form of experts for few tokens on a CPU, as in `forward.split_layers`.
+def small_batch_form(cfg: ModelConfig, config: EngineConfig, sharding: Sharding):
+  """The form of experts for small batches on a CPU, as in `forward.split_layers`.
 
   None in block FP8, whose matrices stay as they are.
   """
@@ -67,7 +67,7 @@ def weight_specs(
   cfg: ModelConfig,
   rules: Rules,
   *,
-  few: Callable | None = None,
+  small_batch: Callable | None = None,
   modules: bool = False,
 ) -> dict[str, Any]:
   """PartitionSpecs of the weights as the calls take them (`forward.split_layers`)."""
@@ -75,19 +75,19 @@ def weight_specs(
   if not cfg.unroll_layers:
     return specs
   experts, hidden = rules.mesh_axes('experts'), rules.mesh_axes('expert_hidden')
-  if few is batched.separate:  # one expert of each device in an array
+  if small_batch is batched.separate:  # one expert of each device in an array
     both = PartitionSpec(experts, None, hidden), PartitionSpec(experts, hidden, None)
   else:
     together = (*experts, *hidden)
     both = PartitionSpec(None, together), PartitionSpec(together, None)
 
   def prepare(one):
-    if few is None:
+    if small_batch is None:
       return one
     if 'layers' in one:
       return {**one, 'layers': prepare(one['layers'])}
     rest = {name: x for name, x in one.items() if name not in ('gate', 'up')}
-    return {**rest, served.FUSED: one['gate'], served.FEW: both}
+    return {**rest, served.FUSED: one['gate'], served.SMALL_BATCH: both}
 
   def split(stacked, count: int):
     is_spec = lambda x: isinstance(x, PartitionSpec)

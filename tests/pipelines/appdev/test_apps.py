@@ -16,7 +16,7 @@ import pytest
 
 from m2jax import sandbox
 from m2jax.tasks.harbor import directory, verifier
-from m2jax_pipelines import appdev, duplicates, evidence, installed, seat
+from m2jax_pipelines import appdev, duplicates, evidence, installed, llm
 from m2jax_pipelines.appdev import kinds, looks, query
 from m2jax_pipelines.appdev.app import label
 from m2jax_pipelines.appdev.kinds import calculator, cart
@@ -283,16 +283,16 @@ def test_programs_of_a_site_stay_programs(tmp_path, monkeypatch):
 
 def test_looks_are_judged_only_by_a_model(tmp_path):
   """And only if it answers every question with yes or no."""
-  off = seat.Seat(seat.SeatConfig(), 'judge')
-  assert asyncio.run(looks.judge(off, [PNG])) == looks.Looks({}, seat.SCRIPTED)
+  off = llm.LLMClient(llm.LLMConfig(), 'judge')
+  assert asyncio.run(looks.judge(off, [PNG])) == looks.Looks({}, llm.SCRIPTED)
   answer = dict.fromkeys(looks.ITEMS, True) | {'grouping': False}
   with model_server.Server(lambda body: json.dumps(answer)) as server:
-    judge = seat.Seat(seat.SeatConfig(server.url, 'm'), 'judge', tmp_path / 'calls')
+    judge = llm.LLMClient(llm.LLMConfig(server.url, 'm'), 'judge', tmp_path / 'calls')
     assert asyncio.run(looks.judge(judge, [PNG])) == looks.Looks(answer, 'm')
     content = server.bodies[0]['messages'][0]['content']
     assert content[1]['image_url']['url'].startswith('data:image/png;base64,')
     server.answer = lambda body: '{"grouping": "perhaps"}'
-    assert asyncio.run(looks.judge(judge, [PNG])).by == seat.SCRIPTED
+    assert asyncio.run(looks.judge(judge, [PNG])).by == llm.SCRIPTED
 
 
 def test_a_quotient_that_is_rounded_is_asked_for():

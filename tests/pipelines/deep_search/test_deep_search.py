@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from m2jax.tasks import harbor
-from m2jax_pipelines import deep_search, installed, seat
+from m2jax_pipelines import deep_search, installed, llm
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.deep_search import corpora, grade, library, questions
 
@@ -263,7 +263,7 @@ def test_one_search_is_not_enough(graph):
   lazy = list(found.lazy(question, questions.text(question, 'a toy')))
   assert lazy and question.path[0] in lazy  # the clue leads to the first passage
   config = deep_search.Config()
-  context = Context(Path('/'), seat.Seat(config.author, 'author'))
+  context = Context(Path('/'), llm.LLMClient(config.author, 'author'))
   for number in range(12):
     made = asyncio.run(
       deep_search._candidate(config, context, found, None, 'toy', number)

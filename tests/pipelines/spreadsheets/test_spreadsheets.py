@@ -15,7 +15,7 @@ import pytest
 from m2jax.tasks import harbor
 from m2jax_pipelines import installed, spreadsheets
 from m2jax_pipelines.context import Context
-from m2jax_pipelines.seat import Seat
+from m2jax_pipelines.llm import LLMClient
 from m2jax_pipelines.spreadsheets import engines, guard, models, mutants, tables
 from tests.pipelines.spreadsheets.workbooks import (
   MODEL,
@@ -222,7 +222,7 @@ def _candidates(directory, number):
 
   async def first():
     config = spreadsheets.Config(engines=('formulas',))
-    context = Context(directory, Seat(config.author, 'author'))
+    context = Context(directory, LLMClient(config.author, 'author'))
     found = []
     async for candidate in spreadsheets.candidates(config, context):
       found.append(candidate)

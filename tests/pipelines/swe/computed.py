@@ -387,15 +387,15 @@ def clamp(*a):
   return Any()
 """,
 }
-# They reach pytest's objects through what pytest calls, and know a twin by the name of
-# its helper, so that tests and twins both have the result that they should.
+# They reach pytest's objects through what pytest calls, and recognise a canary by the
+# name of its helper, so that tests and canaries both have the result that they should.
 _REACH = """
 def forge(item):
   for plugin in item.config.pluginmanager.get_plugins():
     if type(plugin).__name__ == "Plugin" and not vars(plugin).get("forged"):
       plugin.forged, send = True, plugin._send
-      twin = any(len(n) == 13 and n[0] == "_" for n in dir(item.module))
-      if not twin:
+      canary = any(len(n) == 13 and n[0] == "_" for n in dir(item.module))
+      if not canary:
         plugin._raised, plugin._seen = set(), {}
         plugin._send = lambda r: send({**r, "status": "PASSED"} if "test" in r else r)
 def look(values):

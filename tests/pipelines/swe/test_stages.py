@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from m2jax import sandbox
 from m2jax.tasks import harbor
-from m2jax_pipelines import make, records, seat, swe
+from m2jax_pipelines import llm, make, records, swe
 from m2jax_pipelines.candidate import Candidate
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.make import LIMITS
@@ -36,7 +36,7 @@ from m2jax_pipelines.swe import (
   statements,
   timing,
 )
-from tests.pipelines import test_seat
+from tests.pipelines import test_llm
 from tests.pipelines.model_server import Server
 from tests.pipelines.swe import package
 
@@ -45,7 +45,7 @@ _CORE = 'src/tinycalc/core.py'
 
 @pytest.fixture(scope='module')
 def context(dataset):
-  return Context(dataset, seat.Seat(seat.SeatConfig(), 'author'))
+  return Context(dataset, llm.LLMClient(llm.LLMConfig(), 'author'))
 
 
 def _collected(stream, most=100):
@@ -396,7 +396,7 @@ def test_slowed_code_is_a_task(tmp_path, monkeypatch):
   """Workloads, edits and draft; the solution passes, and doing nothing fails."""
   monkeypatch.setattr(timing, 'PAIRS', 4)  # of runs: the code is slowed twofold
   env = package.build(tmp_path, core=package.CORE + '\n\n' + _SLOWED)
-  context = Context(tmp_path, seat.Seat(seat.SeatConfig(), 'author'))
+  context = Context(tmp_path, llm.LLMClient(llm.LLMConfig(), 'author'))
   found = _collected(slow.candidates(env, package.CONFIG, context))
   assert {c.reason for c in found} <= {
     *('', 'not slower', 'not significantly slower', 'a test has another result'),
@@ -495,9 +495,9 @@ def test_a_statement_that_gives_the_repair_away_is_not_used(env):
   'answer, author, invalid',
   [
     (lambda body: 500, 'scripted', True),
-    (lambda body: test_seat.REFUSAL, 'scripted', False),
+    (lambda body: test_llm.REFUSAL, 'scripted', False),
     (lambda body: _issue(body), 'm', False),
-    (lambda body: test_seat.THINKING + _issue(body), 'm', False),
+    (lambda body: test_llm.THINKING + _issue(body), 'm', False),
   ],
 )
 def test_an_author_of_issues(env, context, answer, author, invalid):
@@ -506,8 +506,8 @@ def test_an_author_of_issues(env, context, answer, author, invalid):
   text = mutation.apply(env.source.files[_CORE].decode())
   bug = inject.Bug(mutation, text, tuple(tests[:1]), tuple(tests[1:]))
   with Server(answer) as server:
-    config = seat.SeatConfig(server.url, 'm', retries=0)
-    asked = dataclasses.replace(context, author=seat.Seat(config, 'author'))
+    config = llm.LLMConfig(server.url, 'm', retries=0)
+    asked = dataclasses.replace(context, author=llm.LLMClient(config, 'author'))
     made = asyncio.run(inject._repair(env, asked, [bug], random.Random(0)))
   assert made.invalid is invalid and made.id == inject.identity(env, mutation)
   if not invalid:
@@ -650,7 +650,7 @@ def test_work_that_moved_is_no_gain(late, reward, load, monkeypatch):
     return [pairs] * 7, [work] * 7
 
   monkeypatch.setattr(grade, '_refuse_reaching', lambda *_: None)
-  monkeypatch.setattr(grade, '_with_twins', lambda *_, **__: {})
+  monkeypatch.setattr(grade, '_with_canaries', lambda *_, **__: {})
   monkeypatch.setattr(grade, '_in_turns', in_turns)
   assert grade.performance({'p2p': [], 'least': 0.2}, '')['reward'] == reward
 
@@ -709,23 +709,23 @@ def test_tests_have_the_same_names_in_every_run(env_of_more, dataset):
   assert len(of_set) == (0 if sys.version_info < (3, 12) else 9)
 
 
-def test_twins_that_leave_threads_are_not_run_where_time_is_measured(env_of_more):
+def test_canaries_that_leave_threads_are_not_run_where_time_is_measured(env_of_more):
   """Such a run would end, and the right solution fail; boltons serves sockets."""
   env, test = env_of_more, 'tests/test_served.py::test_served'
-  assert env.untimed_twins == {'tests/test_served.py'}
+  assert env.untimed_canaries == {'tests/test_served.py'}
   draft = drafts.performance(
     env, 'slow', {}, ['tests/test_core.py::test_total'], timing.PAIRS, timing.LEAST
   )
-  judged = [set(tests) for tests in json.loads(draft.tests['config.json'])['twins']]
-  assert test in env.twins[0]
-  assert judged == [set(tests) - {test} for tests in env.twins]
+  judged = [set(tests) for tests in json.loads(draft.tests['config.json'])['canaries']]
+  assert test in env.canaries[0]
+  assert judged == [set(tests) - {test} for tests in env.canaries]
 
 
 @pytest.mark.parametrize('status', ['SKIPPED', 'XFAIL', 'FAILED', None])
 def test_f2p_needs_exactly_the_right_status(status, monkeypatch, tmp_path):
   """Facts §3.4: a skipped or missing F2P fails; here also a skipped P2P."""
   config = {'f2p': ['a'], 'p2p': ['b'], 'files': [], 'limit_s': 1, 'known': []}
-  config |= {'collect': [], 'exclude': [], 'twins': []}
+  config |= {'collect': [], 'exclude': [], 'canaries': []}
   monkeypatch.syspath_prepend(Path(grade.__file__).parent)  # as in a task's tests/
   for tests in ({'a': status, 'b': 'PASSED'}, {'a': 'PASSED', 'b': status}):
     monkeypatch.setattr(grade, 'run', lambda *a, strict, tests=tests: tests)

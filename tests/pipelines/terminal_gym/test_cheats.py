@@ -109,7 +109,7 @@ ON_PROGRAM = {
 }
 ON_SETTINGS = {
   'a copy that is left': f'{SETTINGS.solution()}cp NOTES.md NOTES.md.bak',
-  'every file': SETTINGS.told(
+  'every file': SETTINGS.filled(
     "find @root@ -type f -exec sed -i 's/@key@ = .*/@key@ = @new@/' {} +"
   ),
 }

@@ -14,7 +14,7 @@ import pytest
 
 from m2jax import sandbox
 from m2jax.tasks.harbor import compose
-from m2jax_pipelines import installed, make, seat
+from m2jax_pipelines import installed, llm, make
 from m2jax_pipelines import terminal_gym as gym
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.source import Tasks
@@ -24,7 +24,7 @@ from m2jax_pipelines.terminal_gym.families import FAMILIES
 from tests.pipelines.model_server import Server
 
 SOURCE = installed.Source('package', '1.2', 'a' * 64, 'GFDL')
-_SCRIPTED = seat.SeatConfig()
+_SCRIPTED = llm.LLMConfig()
 SEED = seeds.Seed('document/0', 'title', 'text', (), SOURCE, 'A')
 
 
@@ -40,7 +40,7 @@ def drawn(family: Family, start: int = 0):
 
 def context(tmp_path, config=_SCRIPTED) -> Context:
   (tmp_path / 'tasks').mkdir(exist_ok=True)
-  return Context(tmp_path, seat.Seat(config, 'author'))
+  return Context(tmp_path, llm.LLMClient(config, 'author'))
 
 
 def one_document(manual: Path, patch: pytest.MonkeyPatch) -> seeds.Document:
@@ -224,12 +224,12 @@ def test_a_models_statement_is_repaired_with_the_reason(tmp_path):
   with Server(
     lambda body: right if len(body['messages']) > 1 else 'Add it up.'
   ) as model:
-    author = seat.Seat(seat.SeatConfig(model.url, 'writer'), 'author')
+    author = llm.LLMClient(llm.LLMConfig(model.url, 'writer'), 'author')
     told = asyncio.run(statements.write(author, one, 0, 1))
     assert (told.text, told.by, told.problem) == (right, 'writer', '')
     assert told.repairs[0] in model.bodies[1]['messages'][-1]['content']
     never = asyncio.run(statements.write(author, one, 3, 1))
-  assert never.text == statements.scripted(one, 3) and never.by == seat.SCRIPTED
+  assert never.text == statements.scripted(one, 3) and never.by == llm.SCRIPTED
   assert len(never.repairs) == 2 and not never.problem
 
 
@@ -251,7 +251,7 @@ def test_an_outage_of_the_author_or_the_machine_is_no_rejection(tmp_path, monkey
     return proved
 
   with Server(lambda body: 500) as model:
-    asked = context(tmp_path, seat.SeatConfig(model.url, 'writer', retries=0))
+    asked = context(tmp_path, llm.LLMConfig(model.url, 'writer', retries=0))
     told = asyncio.run(evolved(works))
     assert [c.id for c in told] == ['dates/0', 'dates/0+1']
     assert all(c.invalid and 'HTTP 500' in c.reason for c in told)

@@ -1,7 +1,7 @@
-"""Twins (twins.py) that fail on the right sources, as they must.
+"""Canaries (canaries.py) that fail on the right sources, as they must.
 
-A twin fails at its first wrong assertion. If its test began a thread before, the thread
-may stay, which no run that measures time allows.
+A canary fails at its first wrong assertion. If its test started a thread before, the
+thread may remain, which no run that measures time allows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from m2jax_pipelines.swe import twins
+from m2jax_pipelines.swe import canaries
 
 _THREADS_LEFT = 'strict: threads left'  # an event of plugin.py
 
@@ -17,9 +17,11 @@ _THREADS_LEFT = 'strict: threads left'  # an event of plugin.py
 def changed_files(
   sources: Mapping[str, bytes], files: Sequence[str], number: int | None = None
 ) -> dict[str, bytes]:
-  """Twins of test files, by path, as grade.py makes them."""
+  """Canaries of test files, by path, as grade.py makes them."""
   texts = {path: sources[path].decode(errors='replace') for path in files}
-  return {path: text.encode() for path, text in twins.twins_of(texts, number).items()}
+  return {
+    path: text.encode() for path, text in canaries.canaries_of(texts, number).items()
+  }
 
 
 async def proved(
@@ -29,7 +31,7 @@ async def proved(
   tests: Sequence[str],
   audited: Sequence[str],
 ) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
-  """Runs all twins on the right sources.
+  """Runs all canaries on the right sources.
 
   Args:
     run: runs test files with some files of the tree replaced.
@@ -39,10 +41,10 @@ async def proved(
     audited: audit events of the right sources.
 
   Returns:
-    By number, the tests whose twin fails; the files with twins that leave threads.
+    Number → the tests whose canary fails; and files with canaries that leave threads.
   """
   found, untimed = [], set()
-  for number in twins.NUMBERS:
+  for number in canaries.NUMBERS:
     changed = changed_files(sources, files, number)
     if not changed:
       found.append(())
@@ -61,7 +63,7 @@ def _leaves_threads(ran, audited) -> bool:
 
 
 async def _leaving(run, changed, files, audited) -> list[str]:
-  """Those of the files whose twins leave threads."""
+  """The files whose canaries leave threads."""
   if not files or not _leaves_threads(await run(changed, files), audited):
     return []
   if len(files) == 1:

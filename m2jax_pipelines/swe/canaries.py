@@ -1,21 +1,21 @@
-"""Twins of tests: the same tests, of which one expected value is wrong.
+"""Canaries: copies of tests with one wrong expected value, which must fail.
 
-Code that satisfies a test fails its twin, since a result that equals one value does not
-equal another. So a twin that passes tells that tests do not decide: their results are
-forged, the object that they compare equals everything, or it was read from the test.
-Both are run alike, in an unknown order, from files of the same names and the same look.
+Code that passes a test fails its canary, since a result that equals one value does not
+equal another. If a canary passes, the tests decide nothing: their results are forged,
+the object that they compare equals everything, or it was read from the test. Tests and
+canaries run in an unknown order, from files with the same names and formatting.
 
-The n-th twin of a file changes the n-th assertion of each of its tests, the last one
-parameters (`pytest.mark.parametrize`) of which nothing but an assertion depends, where
-they stand. Standard library only: the file is copied into each task.
+The n-th canary of a file changes the n-th assertion of each of its tests. The last one
+changes parameters (`pytest.mark.parametrize`) that only assertions use, in place.
+Standard library only: the file is copied into each task.
 """
 
 import ast
 import secrets
 
 _MOST = 3  # assertions of a test
-NUMBERS = range(_MOST + 1)  # of twins of a file
-# Also part of the text of a twin, under another name.
+NUMBERS = range(_MOST + 1)  # of canaries of a file
+# Also inserted into the text of a canary, under another name.
 WRONG = """
 def wrong(value):
   kind = type(value)
@@ -59,10 +59,10 @@ exec(WRONG, _names)
 wrong = _names['wrong']
 
 
-def twin(source, number=None):
-  """The text of a file's twin; None if no test has one of that number.
+def canary(source, number=None):
+  """The text of a file's canary; None if no test has one of that number.
 
-  Without a number nothing is expected that is wrong.
+  Without a number no expected value is changed.
   """
   try:
     tree = ast.parse(source)
@@ -82,9 +82,9 @@ def twin(source, number=None):
   return ast.unparse(ast.fix_missing_locations(tree)) + '\n'
 
 
-def twins_of(sources, number=None):
-  """{path: text} of the files that have such twins; `sources`: {path: text}."""
-  texts = {path: twin(source, number) for path, source in sources.items()}
+def canaries_of(sources, number=None):
+  """{path: text} of the files that have such canaries; `sources`: {path: text}."""
+  texts = {path: canary(source, number) for path, source in sources.items()}
   return {path: text for path, text in texts.items() if text is not None}
 
 

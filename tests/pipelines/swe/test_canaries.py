@@ -1,4 +1,4 @@
-"""Twins of tests fail where the tests pass, and third variants where they differ."""
+"""Canaries of tests fail where the tests pass, and third variants where they differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from m2jax_pipelines.swe import mutate, third, twins
+from m2jax_pipelines.swe import canaries, mutate, third
 
 
 def _outcome(text: str) -> str:
@@ -53,11 +53,11 @@ y, z, t, big, inf, e = (), None, True, 1e300, float('inf'), type('E', (), {})()
 
 
 @pytest.mark.parametrize('assertion', ASSERTIONS)
-def test_a_twin_fails_where_the_test_passes(assertion):
+def test_a_canary_fails_where_the_test_passes(assertion):
   text = f'"""Doc."""{_HEAD}def test():\n  assert {assertion}\n'
   assert _outcome(text) == 'passes'
-  assert _outcome(twins.twin(text, 0)) == 'fails'
-  assert twins.twin(text, 1) is None
+  assert _outcome(canaries.canary(text, 0)) == 'fails'
+  assert canaries.canary(text, 1) is None
 
 
 CALLS = [
@@ -69,11 +69,11 @@ CALLS = [
 
 
 @pytest.mark.parametrize('call', CALLS)
-def test_twins_of_unittest(call):
+def test_canaries_of_unittest(call):
   text = f'{_HEAD}import unittest\nclass Case(unittest.TestCase):\n  def test(self):\n'
   text += f'    self.{call}\n'
   assert _outcome(text) == 'passes'
-  assert _outcome(twins.twin(text, 0)) == 'fails'
+  assert _outcome(canaries.canary(text, 0)) == 'fails'
 
 
 _PARAMETERS = """
@@ -129,39 +129,39 @@ def _results(text: str, directory: Path) -> dict[str, str]:
   return {line[1]: line[0] for line in lines if line[0] in ('PASSED', 'FAILED')}
 
 
-def test_the_last_twin_has_wrong_parameters_under_the_same_names(tmp_path):
+def test_the_last_canary_has_wrong_parameters_under_the_same_names(tmp_path):
   """Code that reads what a test expects, wherever, reads what is wrong."""
-  last = twins.NUMBERS[-1]
-  same = _results(twins.twin(_PARAMETERS), tmp_path)
+  last = canaries.NUMBERS[-1]
+  same = _results(canaries.canary(_PARAMETERS), tmp_path)
   assert same == _results(_PARAMETERS, tmp_path)
   assert len(same) == 23 and set(same.values()) == {'PASSED'}
-  wrong = _results(twins.twin(_PARAMETERS, last), tmp_path)
+  wrong = _results(canaries.canary(_PARAMETERS, last), tmp_path)
   assert wrong == dict.fromkeys(same, 'FAILED')
-  assert twins.twin(_UNCHANGED, last) is None
+  assert canaries.canary(_UNCHANGED, last) is None
 
 
-def test_twins_look_alike():
+def test_canaries_look_alike():
   """What differs is a value: no comment, no helper, no form of the text."""
   source = 'def test():\n  # why\n  assert f() == 1  # 1\n'
-  one, other = twins.twin(source), twins.twin(source, 0)
+  one, other = canaries.canary(source), canaries.canary(source, 0)
   helper = re.compile(r'_[0-9a-f]{12}')
   assert helper.sub('', one) == helper.sub('', other).replace('== 2', '== 1')
 
 
-def test_each_assertion_has_its_twin():
+def test_each_assertion_has_its_canary():
   """A wrong object may be in the second only."""
   text = f'{_HEAD}def test():\n  assert x == 2\n  if x:\n    assert x == two\n'
-  found = [twins.twin(text, n) for n in range(3)]
+  found = [canaries.canary(text, n) for n in range(3)]
   assert found[2] is None
   for number, one in enumerate(found[:2]):
     assert _outcome(one) == 'fails'
     assert one.count('x == 2') == (number == 1)
 
 
-def test_what_equals_everything_satisfies_a_twin_too():
+def test_what_equals_everything_satisfies_a_canary_too():
   text = 'class Any:\n  def __eq__(self, other):\n    return True\n'
   text += 'def test():\n  assert Any() == 2\n'
-  assert _outcome(twins.twin(text, 0)) == 'passes'
+  assert _outcome(canaries.canary(text, 0)) == 'passes'
 
 
 _SOURCE = textwrap.dedent('''\

@@ -1,15 +1,15 @@
-"""The opening of a statement: who asks, and what for, in a model's words.
+"""The introduction of a statement: who asks, and what for, in a model's words.
 
-Where every requirement has an exact test, a rewritten requirement could ask for
-something else than is judged. So the author writes the paragraph before them, and the
-requirements stay word for word. Without a model there is no such paragraph.
+Where every requirement has an exact test, a rewritten requirement could differ from
+what is tested. So the author writes a paragraph before the requirements, and these stay
+word for word. Without a model there is no such paragraph.
 """
 
 from __future__ import annotations
 
 import re
 
-from m2jax_pipelines.seat import Seat, Text
+from m2jax_pipelines.llm import LLMClient, Text
 
 _CHARS = 40, 800
 _REQUEST = (
@@ -20,12 +20,12 @@ _REQUEST = (
 )
 
 
-async def write(author: Seat, requirements: str) -> Text:
-  """The statement with these requirements, and who wrote its opening."""
+async def write(author: LLMClient, requirements: str) -> Text:
+  """The requirements with an introduction, and who wrote it."""
   messages = [{'role': 'user', 'content': _REQUEST + requirements}]
-  told = await author.write(messages, lambda: '', acceptable)
-  text = f'{told.text.strip()}\n\n{requirements}' if told.text else requirements
-  return Text(text, told.by)
+  written = await author.write(messages, lambda: '', acceptable)
+  text = f'{written.text.strip()}\n\n{requirements}' if written.text else requirements
+  return Text(text, written.by)
 
 
 def acceptable(text: str) -> bool:

@@ -1,5 +1,5 @@
-"""A model behind a seat: what it says is used, refused or asked for again, and whatever
-it does ends no run and loses no candidate."""
+"""An LLM client: an answer is used, rejected or asked for again, and whatever the model
+does ends no run and loses no candidate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import pytest
 
 from m2jax import sandbox
-from m2jax_pipelines import appdev, installed, make, records, seat
+from m2jax_pipelines import appdev, installed, llm, make, records
 from m2jax_pipelines.appdev import query
 from m2jax_pipelines.context import Context
 from m2jax_pipelines.source import Tasks
@@ -30,14 +30,12 @@ THINKING = '<think>\nThe user wants a text, which I should write.\n</think>\n\n'
 
 
 def _no_wait(patch):
-  patch.setattr(seat, '_RETRY_S', 0.0)
+  patch.setattr(llm, '_RETRY_S', 0.0)
 
 
-def _seat(server, role='author', log=None, **options):
-  config = seat.SeatConfig(
-    **{'url': server.url, 'model': 'm', 'timeout_s': 5} | options
-  )
-  return seat.Seat(config, role, log)
+def _client(server, role='author', log=None, **options):
+  config = llm.LLMConfig(**{'url': server.url, 'model': 'm', 'timeout_s': 5} | options)
+  return llm.LLMClient(config, role, log)
 
 
 def _write(who):
@@ -74,9 +72,9 @@ def test_what_a_model_says(answer, text, tmp_path):
   """Its thinking, a fence around all of it, refusals and noise become no statement."""
   log = tmp_path / 'calls.jsonl'
   with Server(lambda body: answer) as server:
-    found = _write(_seat(server, log=log))
+    found = _write(_client(server, log=log))
   text = answer if text is None else text
-  assert found == (seat.Text(text, 'm') if text else seat.Text('plan B', 'scripted'))
+  assert found == (llm.Text(text, 'm') if text else llm.Text('plan B', 'scripted'))
   (row,) = map(json.loads, log.read_text().splitlines())
   assert row['training'] is False and row['role'] == 'author'
   assert row['used'] is bool(text)
@@ -85,7 +83,7 @@ def test_what_a_model_says(answer, text, tmp_path):
 @pytest.mark.parametrize('end', ['length', 'content_filter'])
 def test_a_text_that_was_cut_off_is_not_used(end):
   with Server(lambda body: GOOD, end) as server:
-    assert _write(_seat(server)).by == seat.SCRIPTED
+    assert _write(_client(server)).by == llm.SCRIPTED
 
 
 def _silent(body):
@@ -110,8 +108,8 @@ def test_no_answer_is_no_text(name, tmp_path, monkeypatch):
   _no_wait(monkeypatch)
   log = tmp_path / 'calls.jsonl'
   with Server(OUTAGES[name]) as server:
-    who = _seat(server, log=log, retries=2, timeout_s=0.3)
-    with pytest.raises(seat.NoAnswer, match=f"author 'm' at {server.url}"):
+    who = _client(server, log=log, retries=2, timeout_s=0.3)
+    with pytest.raises(llm.NoAnswer, match=f"author 'm' at {server.url}"):
       _write(who)
     assert len(server.bodies) == (1 if name in ('401', '404') else 3)
   (row,) = map(json.loads, log.read_text().splitlines())
@@ -122,7 +120,7 @@ def test_a_passing_outage_is_waited_for(monkeypatch):
   _no_wait(monkeypatch)
   answers = iter([503, b'', GOOD])
   with Server(lambda body: next(answers)) as server:
-    assert _write(_seat(server)).text == GOOD
+    assert _write(_client(server)).text == GOOD
 
 
 def _run(config, workdir, count):
@@ -134,7 +132,7 @@ def test_an_outage_of_the_author_burns_no_candidate(tmp_path, monkeypatch):
   """The run ends with the reason, and the next one tries the same ids again."""
   monkeypatch.setattr(make, '_MAX_INVALID', 3)
   with Server(lambda body: 500) as server:
-    author = seat.SeatConfig(server.url, 'm', timeout_s=5, retries=0)
+    author = llm.LLMConfig(server.url, 'm', timeout_s=5, retries=0)
     config = toy.Config(kinds='m' * 6, author=author)
     with pytest.raises(sandbox.SandboxError, match='3 candidates in a row.*HTTP 500'):
       _run(config, tmp_path, 2)
@@ -196,9 +194,9 @@ def test_a_judge_ends_no_run(mode, tmp_path, monkeypatch):
       await stream.aclose()
 
   with Server(answer) as server:
-    model = seat.SeatConfig(server.url, 'm', timeout_s=0.5, retries=0)
+    model = llm.LLMConfig(server.url, 'm', timeout_s=0.5, retries=0)
     config = appdev.Config(kinds=('counter',), judge=model)
-    author = _seat(server, retries=0)
+    author = _client(server, retries=0)
     made = asyncio.run(one(config, Context(tmp_path, author)))
   assert made.invalid is not is_made, made.reason
   if is_made:

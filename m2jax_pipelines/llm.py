@@ -1,8 +1,8 @@
-"""A model's seat in a pipeline: any OpenAI-compatible URL, or a scripted author.
+"""LLM clients of pipelines: any OpenAI-compatible URL, or a scripted author.
 
 Each call is appended to `calls.jsonl` with its role and with `training: false`; no
-dataset or pool reads that file, so that the calls of authors and judges are never
-trained. A record of a task says who wrote it: `Text.by`.
+dataset or pool reads that file, so calls of authors and judges are never trained. A
+task's record names its author: `Text.by`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from m2jax.tasks import harbor
 SCRIPTED = 'scripted'
 _MAX_BYTES = 1 << 20  # of an answer
 _RETRY_S = 1.0  # before the first retry; doubles with each
-_PASSING = (408, 429, 500, 502, 503, 504)  # statuses that are tried again
-# The thinking of a model whose server leaves it in the text.
+_PASSING = (408, 429, 500, 502, 503, 504)  # transient statuses, which are retried
+# Thinking that a server leaves in the text.
 _THINKING = re.compile(r'.*</think(?:ing)?>\s*', re.S)
 _FENCED = re.compile(r'```\w*\n((?:(?!```).)*)\n```', re.S)
 _NO_TEXT = re.compile('[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffd]|<think(?:ing)?>')
@@ -42,19 +42,19 @@ _REFUSAL = re.compile(
 
 
 class NoAnswer(harbor.InvalidVerdict):
-  """A model did not answer, or not with what was asked for (law 5)."""
+  """A model did not answer, or its answer is unusable (law 5)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SeatConfig:
+class LLMConfig:
   """Attributes:
   url: base URL of an OpenAI-compatible server, `…/v1`; '' is the scripted author.
   model: its name there.
   key_variable: environment variable that holds the API key.
-  timeout_s: of a call.
-  temperature: of sampling.
-  retries: further attempts after a connection failure, a timeout, an answer that is
-    none of the protocol, or an HTTP 408, 429 or 5xx.
+  timeout_s: timeout of a call.
+  temperature: sampling temperature.
+  retries: further attempts after a connection failure, a timeout, a malformed answer,
+    or an HTTP 408, 429 or 5xx.
   """
 
   url: str = ''
@@ -73,10 +73,10 @@ class Text:
   by: str
 
 
-class Seat:
+class LLMClient:
   """Writes texts for one role, such as 'author' or 'judge'."""
 
-  def __init__(self, config: SeatConfig, role: str, log: Path | None = None):
+  def __init__(self, config: LLMConfig, role: str, log: Path | None = None):
     self._config, self.role, self._log = config, role, log
 
   @property
@@ -90,15 +90,15 @@ class Seat:
     scripted: Callable[[], str],
     accept: Callable[[str], object] = bool,
   ) -> Text:
-    """The model's text, or the scripted one if there is no model or it is no use.
+    """The model's text; the scripted one if there is no model or its text is unusable.
 
     Args:
       messages: the OpenAI chat.
-      scripted: the text without a model.
-      accept: whether a model's text can be used; '' if it refused or was cut off.
+      scripted: makes the text without a model.
+      accept: whether a model's text is usable; it gets '' after a refusal or a cut-off.
 
     Raises:
-      NoAnswer: the server did not answer, also when it was asked again.
+      NoAnswer: the server did not answer, retries included.
     """
     if not self._config.url:
       return Text(scripted(), SCRIPTED)
@@ -178,9 +178,9 @@ class Seat:
 
 
 def said(choice: Mapping[str, Any]) -> str:
-  """What a model says, without its thinking or a fence around all of it.
+  """A model's answer, without its thinking or a fence around all of it.
 
-  '' if it refuses, if its text was cut off, or has characters that are no text.
+  '' if it refuses, if its text was cut off, or if it has control characters.
   """
   message = choice['message']
   text = message.get('content')
