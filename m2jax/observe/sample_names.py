@@ -11,14 +11,18 @@ import math
 
 # What became of a trajectory. Those of evaluations are not counted.
 KINDS = {
-  'generated': 'that ended, trained or not',
-  'trained': 'that the update trained on',
-  'dropped': 'that are not trained: masked, without advantage, or of failed items',
+  'generated': 'trajectories that ended, trained or not',
+  'trained': 'trajectories that the update trained',
+  'dropped': 'untrained: masked, without advantage, or of failed items',
 }
 # Quantity: unit, meaning and lowest edge; outcomes are words, and not in bins.
 QUANTITIES = {
-  'age': ('versions', 'from first token to update; of generated ones, to last', 1.0),
-  'length': ('tokens', 'sampled in all turns', 1.0),
+  'age': (
+    'versions',
+    'from first token to update; for generated ones, to the last',
+    1.0,
+  ),
+  'length': ('tokens', 'tokens sampled in all turns', 1.0),
   'latency': ('s', 'duration of the episode', 1 / 16),
   'outcome': ('', 'solved, partly, failed, infrastructure', None),
 }

@@ -84,7 +84,7 @@ def test_the_first_value_of_a_tag_brings_its_meaning(tmp_path):
   found = [
     v.metadata.summary_description for e in _events(path) for v in e.summary.value
   ]
-  assert found == ['of tokens whose π/π_old is clipped [share]', '', '']
+  assert found == ['share of tokens whose π/π_old is clipped [share]', '', '']
   (path,) = (tmp_path / metrics.TENSORBOARD_DIR / 'sft').iterdir()
   (found,) = [
     v.metadata.summary_description for e in _events(path) for v in e.summary.value
