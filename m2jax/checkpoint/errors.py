@@ -1,4 +1,4 @@
-"""Errors of checkpoints, with messages that say what to do (law 9)."""
+"""Errors of checkpoints, with messages that name the remedy (law 9)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Pieces of host memory ↔ large arrays on devices, a piece at a time.
 
 An array is filled on its devices: each device's part is allocated once, and a
-computation that donates the part writes each piece into it. Neither the host nor a
-device therefore holds any part twice, even if they share memory.
+computation that donates the part writes each piece into it. So neither the host nor a
+device stores any part twice, even if they share memory.
 
 A file stores a matrix row after row, and a process reads whole rows. Where a mesh of
 several processes splits the columns, each layer is therefore filled as if it split the
-rows, so that each process reads its share, and is then sent to where it belongs.
+rows, so that each process reads its share, and is then resharded.
 
 Axes: pieces are [rows, columns] or [rows] of one matrix or vector of a stacked array.
 """

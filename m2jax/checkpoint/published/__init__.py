@@ -6,15 +6,15 @@
            version = reader.wait(None, timeout_s=60)
            variables = reader.load(version, published.like(cfg, engine.sharding))
 
-A version is stored as its difference to the one before (`delta`), and the first and
-every n-th one also as a whole, by Orbax (`layout` has the files). It exists once it is
-announced, so a reader never sees half of one, wherever a publisher is killed.
+A version is stored as a delta from the previous one (`delta`), and the first and every
+n-th one also in full, by Orbax (`layout` has the files). It exists once it is
+announced, so a reader never sees a partial one, whenever a publisher is killed.
 
-A reader that has the version before applies a difference; one that starts, or missed
-too much, reads a whole version and the differences after it, whichever is less to read.
-Where a file is damaged it takes another way to the same version, or reports
-CorruptCheckpoint. Old versions are deleted; a reader that is overtaken by that gets
-MissingCheckpoint, and takes a newer one.
+A reader with the previous version applies a delta; one that starts, or missed too much,
+reads a full version and the deltas after it, whichever is less to read. If a file is
+damaged it takes another way to the same version, or raises CorruptCheckpoint. Old
+versions are deleted; a reader that falls behind gets MissingCheckpoint, and takes a
+newer one.
 
 With a mesh of several processes each writes, and reads, its own shards.
 """

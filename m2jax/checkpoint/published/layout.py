@@ -7,8 +7,8 @@
   whole/SERIAL/                   a whole version, a `CheckpointManager`'s step
 
 A version exists once it is announced. The announcement has the sizes and checksums of
-the files beside it. Serial numbers count publications: a restarted learner goes on with
-the next one, whatever step it restored.
+the files beside it. Serial numbers count publications: a restarted learner continues
+with the next one, whatever step it restored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The side of the learner: writes and announces versions, deletes old ones."""
+"""The learner's side: writes and announces versions, deletes old ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side of an engine: finds, reads and checks versions."""
+"""The engine's side: finds, reads and checks versions."""
 
 from __future__ import annotations
 
