@@ -1,10 +1,10 @@
-"""Numbers of few bits with one scale a tile, and back.
+"""Quantises numbers to few bits with one scale per tile, and dequantises them.
 
 x ≈ values·scale, scale = max|x| of the tile / the format's largest magnitude. Block FP8
 is e4m3 (DeepSeek-V3, docs/facts/algorithms.md §5). A cast to e4m3fn overflows to NaN,
-so values are clamped before it. A NaN or infinity makes its whole tile NaN. Unlike
-DeepSeek's kernels for inference, scales have no floor of 1e-4/448: gradients are
-smaller. Tiles at the end of an axis that is not a multiple of theirs are smaller.
+so values are clamped before it. A NaN or infinity makes its whole tile NaN. Unlike in
+DeepSeek's inference kernels, scales have no floor of 1e-4/448: gradients are smaller
+than that. The last tile is smaller if an axis is not a multiple of the tile size.
 
 Axes: R rows, C columns; r, c tiles along them.
 """

@@ -7,10 +7,10 @@ x [T, D], w [D, F] (DeepSeek-V3, docs/facts/algorithms.md §5):
   d_x = Q_1×128(d_out)·Q_128×128(w)ᵀ    Dgrad
   d_w = Q_128×1(x)ᵀ·Q_128×1(d_out)      Wgrad, tiles along tokens
 
-x is saved as it was, not as quantised for Fprop, so that Wgrad rounds it once. Weights
-have been cast to x's dtype, as a mesh does that gathers them. In the grouped form the
-tiles of Wgrad are of one group: they begin at its first row. The grouped products are
-`grouped_matmul`'s, of dequantised operands, on every platform.
+x is saved unquantised, so that Wgrad rounds it only once. Weights are already cast to
+x's dtype, as when a mesh gathers them. In the grouped form each tile of Wgrad is in one
+group: tiles begin at the group's first row. On every platform `grouped_matmul` computes
+the grouped products, from dequantised operands.
 
 Axes: T rows (tokens), D in, F out, E groups.
 """

@@ -1,4 +1,4 @@
-"""The product of two matrices in block FP8 by dots of e4m3 operands.
+"""The product of two matrices in block FP8, with e4m3 dot products.
 
 One dot for each 128 elements of the contracted axis, as DeepSeek-V3 does: its fp32
 result is multiplied by the scales of the rows and columns, and added. XLA lowers such a

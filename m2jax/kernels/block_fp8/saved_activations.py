@@ -1,9 +1,9 @@
 """Plain matmuls whose saved activations have few bits.
 
 The forward pass and the gradient of x are exact. The weights' gradient reads x as it
-would have been saved: as integers with one scale a token. This is the stress that GNMR
-was tested with (arXiv 2606.00539). It emulates the precision, not the
-memory: what is saved has x's dtype.
+would have been saved: as integers with one scale per token. GNMR was tested under this
+stress (arXiv 2606.00539). It reproduces the rounding but saves no memory: saved
+activations have x's dtype.
 
 Axes: T rows (tokens), D in, F out, E groups.
 """

@@ -1,4 +1,4 @@
-"""`matmul`: the grouped matmul's implementation for the platform lowered for.
+"""`matmul`: the grouped matmul, dispatched on the target platform.
 
 Axes: T rows sorted by group, E groups, D in, F out.
 """

@@ -7,9 +7,9 @@ accumulator; so are the pairs of a group, whose sum is the gradient of its matri
 the matrix block stays in VMEM from one pair to the next. A tile is multiplied in chunks
 of rows; chunks without a row of the group are skipped. Rows of other groups, and rows
 past the sum of the sizes, are masked in every product, so that their values do not
-matter. Two cores of a chip share the blocks of columns; where there is an odd number of
-them, as with few columns on each of several tensor-parallel devices, each has half of
-the list.
+matter. Two cores of a chip share the blocks of columns; where their number is odd, as
+with few columns on each of several tensor-parallel devices, each core has half of the
+list.
 
 Axes: T rows sorted by group, E groups, D in, F out.
 """

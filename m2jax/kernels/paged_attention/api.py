@@ -1,4 +1,4 @@
-"""`attend`: paged attention's implementation for the platform lowered for.
+"""`attend`: paged attention, dispatched on the target platform.
 
 Axes: P rows, C new tokens of a row (its chunk), N query heads, K key/value heads, H
 head dim, S positions of a row's table.

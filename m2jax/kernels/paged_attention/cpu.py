@@ -1,8 +1,8 @@
-"""Paged attention on CPUs: rows' pages in order, then matmuls or tree attention.
+"""Paged attention on CPUs: gathers rows' pages, then matmuls or tree attention.
 
-Plain XLA, so also what other platforms run where their kernel does not support the
+Plain XLA, which other platforms also run where their kernel does not support the
 tensors. Scores of a short chunk are materialised, for the positions of its table only;
-a long one runs tree attention's loop over blocks, which skips what is not seen.
+a long one runs tree attention's loop over blocks, which skips unseen blocks.
 
 Axes: P rows, C new tokens of a row, S positions, N query heads, K key/value heads, G
 query heads per K, H head dim.

@@ -2,14 +2,14 @@
 
 An item of work is a block of a row's queries and one key/value head. For each the
 kernel runs over blocks of the row's pages with an online softmax (FlashAttention,
-arXiv:2205.14135): tables and lengths are prefetched to scalar memory, and tell it which
-pages to copy from HBM, and that no page beyond the last position that a query sees is
-copied. While a block is computed the next one is copied, of the next item at the end of
-one. Blocks that all queries see whole are not masked. The cache stays in HBM, with all
-its layers.
+arXiv:2205.14135): tables and lengths, prefetched to scalar memory, determine which
+pages it copies from HBM: none beyond the last position that a query sees. While it
+computes a block it copies the next one, at the end of an item the first one of the next
+item. Blocks that all queries see completely are not masked. The cache stays in HBM,
+with all its layers.
 
-The items are divided over the two cores of a chip by turns, so that with a causal chunk
-both have as much to do.
+The two cores of a chip take items alternately, so that with a causal chunk both have
+the same amount of work.
 
 Axes: P rows, C new tokens of a row, N query heads, K key/value heads, G = N/K, H head
 dim, n pages of a table; m blocks of a row's queries; in the kernel q rows of a block of

@@ -1,4 +1,4 @@
-"""`norm_rope`: QK-norm and RoPE's implementation for the platform lowered for.
+"""`norm_rope`: QK-norm and RoPE, dispatched on the target platform.
 
 Axes: T tokens, C = heads · H channels, H head dim, R rotary dim; half = R/2.
 """

@@ -1,4 +1,4 @@
-"""`attend`: forest attention's implementation for the platform lowered for.
+"""`attend`: forest attention, dispatched on the target platform.
 
 Axes: B rows, Q queries, S keys, N query heads, K key/value heads, H head dim.
 """

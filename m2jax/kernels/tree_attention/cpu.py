@@ -4,10 +4,10 @@ Queries are divided into blocks, keys into smaller ones. For each block of queri
 key blocks with something to see are listed and processed in steps of p: a gather, a
 batched matmul for scores, one elementwise pass, and a matmul that adds to the result;
 the scores of a step stay in a core's cache. Key blocks are small because the ancestors
-of a block of queries are short runs all over the row. There is no online softmax: the
-scores need no shift if none can leave the range of exp, which the norms of queries and
-keys bound; otherwise a loop before finds the maximum of each query. The backward pass
-recomputes the weights from the logsumexp (arXiv:2205.14135), transposed, with keys
+of a block of queries are short runs scattered over the row. There is no online softmax:
+the scores need no shift if none can leave the range of exp, which the norms of queries
+and keys bound; otherwise a loop before finds the maximum of each query. The backward
+pass recomputes the weights from the logsumexp (arXiv:2205.14135), transposed, with keys
 along the rows, so that most of its matmuls read contiguous operands.
 
 Axes: B rows, Q queries, S keys, N query heads, K key/value heads, G = N/K, H head dim;

@@ -1,8 +1,8 @@
 """Forest attention on GPU: Pallas Triton kernels that skip blocks that are not seen.
 
 A program computes a block of queries of one head or, for d_k and d_v, a block of keys
-with all the query heads that share it, and loops over its block pairs: it has a list of
-its partners in memory, first those that need no mask, and their numbers. As on TPU,
+with all the query heads that share it, and loops over its block pairs: memory has a
+list of its partners, first those that need no mask, and both counts. As on TPU,
 extremes of `q_index` and `subtree_end` decide which pairs of blocks are seen. The rest
 is FlashAttention (arXiv:2205.14135, 2307.08691) with weights recomputed in the backward
 pass, in powers of two.

@@ -1,12 +1,12 @@
 """Forest attention on TPU: Pallas Mosaic kernels that skip blocks that are not seen.
 
 Queries and keys are divided into blocks. The extremes of `q_index` and `subtree_end` in
-a block decide what a pair of blocks is: no pair of tokens seen, all of them, or some.
-The pairs that are seen are listed in a table of one int32 each, which is prefetched to
-scalar memory; the grid is as long as the list, so that a pair that is not seen costs
-neither a grid step nor a copy of keys and values. No mask is computed where all tokens
-of a pair are seen. Two cores of a chip share the heads; where there is an odd number of
-them, as on one of eight tensor-parallel devices, each has half of the list.
+a block decide whether the tokens of a block pair see none, all or part of each other.
+Visible pairs are listed in a table, one int32 each, prefetched to scalar memory; the
+grid is as long as the list, so an invisible pair costs neither a grid step nor a copy
+of keys and values. Full pairs are not masked. Two cores of a chip share the heads;
+where the number of heads is odd, as on one of eight tensor-parallel devices, each core
+has half of the list.
 
 The rest is FlashAttention (arXiv:2205.14135, 2307.08691): an online softmax forward;
 backward one kernel for d_q over pairs by query block, and one for d_k and d_v over

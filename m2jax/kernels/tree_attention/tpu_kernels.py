@@ -66,7 +66,7 @@ def _column(row):
 
 
 def _seen(static: Static, k_id, index: Visibility):
-  """[k, q] bool: which keys the queries see. `index` holds refs of one block each."""
+  """[k, q] bool: which keys the queries see. `index` has refs of one block each."""
   key = lax.rem(k_id, np.int32(static.key_blocks)) * static.block_k
   key += lax.broadcasted_iota(jnp.int32, (static.block_k, static.block_q), 0)
   q = index.q_index[...]
