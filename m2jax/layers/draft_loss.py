@@ -1,4 +1,4 @@
-"""Top-K KL of the MTP modules from the trunk: what co-trains drafts during RL.
+"""Top-K KL of the MTP modules from the trunk, which trains drafts during RL.
 
 Forge trains the modules with the policy by a top-K KL divergence, so that the share of
 accepted drafts stays high while the policy changes (facts/m2-and-forge.md §3); its form
@@ -8,9 +8,9 @@ and S the K most likely words of p:
 
   L_k(m) = Σ_{v ∈ S} p̃(v) · log(p̃(v) / q̃(v)),   p̃ and q̃ renormalised on S.
 
-With `rest`, p̃ and q̃ are p and q, and all words outside S are one more: the mass that q
-has outside S is trained, too, and L_k is a lower bound of KL(p ‖ q). It keeps more
-drafts (docs/rollout.md). With K = V both forms are KL(p ‖ q).
+With `rest`, p̃ and q̃ are p and q, and all words outside S count as one more word: the
+mass that q has outside S is trained, too, and L_k is a lower bound of KL(p ‖ q). More
+drafts are accepted then (docs/rollout.md). With K = V both forms are KL(p ‖ q).
 
 p has no gradient. Only the modules learn if the caller detaches trunk, embedding and
 head (`model.forward`, detach_mtp).

@@ -1,4 +1,4 @@
-"""What the tokens of a chunk need of the path that they continue (forest/cutting.py).
+"""Cached state of the path that a chunk's tokens continue (forest/cutting.py).
 
 Axes: B rows, P slots, indexed by position, D model, L layers, K key/value heads, H head
 dim; mtp modules.
