@@ -7,15 +7,16 @@ with that block's own history:
   GNMR_t = n_t / mean(n_1 … n_{t−1}),  Δ_t = GNMR_t / mean(GNMR_{t−δ} … GNMR_{t−1})
   risk R = max(GNMR / α, Δ / β);  candidates: R > 1, or locked
 
-Both ratios are 1 until their history exists. Of the candidates the `max_active` ones of
+Both ratios are 1 until their history exists. The `max_active` candidates with the
 largest risk are promoted: they take the recovery path, and R > 1 locks them for
-`lock_steps`. A candidate that the cap excludes loses its lock, and fewer candidates are
-never filled up. Nothing is repeated, skipped or changed in the gradient.
+`lock_steps`. A candidate that the cap excludes loses its lock; with fewer candidates,
+no other block is promoted. No step is repeated or skipped, and the gradient is
+unchanged.
 
 Norms of step t exist only after its backward pass, so they choose the route of step
-t + 1. They are of the gradient as the optimizer is given it: reduced over all devices,
-divided by the weight, not clipped. A norm that is not finite is infinite risk; neither
-it nor a norm of 0 enters the history.
+t + 1. They are norms of the gradient that the optimizer gets: reduced over all devices,
+divided by the weight, not clipped. A norm that is not finite counts as infinite risk;
+neither it nor a norm of 0 enters the history.
 
 Axes: L layers (decoder blocks), the monitored units.
 """

@@ -1,17 +1,17 @@
 """A function of single matrices, applied to all matrices of a stacked parameter.
 
 Parameters are [*stack, in, out] (y = x W), where layers, modules and experts are the
-stack. q, k and v hold the matrices of their heads side by side along `out`, and are
-split into those. So a rule is written for one matrix, and its results keep the
-parameter's layout: an array of a number a row of the matrix is [*stack, 1, out], and
-is sharded as the parameter is (`sharding.like_params`).
+stack. q, k and v have the matrices of their heads side by side along `out`, and are
+split into those. So a rule is written for one matrix, and its results have the
+parameter's layout: an array with one number per column of the matrix is [*stack, 1,
+out], and is sharded like the parameter (`sharding.like_params`).
 
 On a mesh a matrix may be split over devices. Then they exchange parts: of n matrices,
 each of n devices sends its part of each and receives one whole, by all-to-all; the
-results go back the same way. Whole matrices are held a few at a time
+results go back the same way. A device has only a few whole matrices at a time
 (`WHOLE_ELEMENTS`, one of M2's large ones). Mesh axes that do not split the parameter
 divide its matrices, and results are gathered over them. So no device repeats another's
-work, unless it is of a single matrix.
+work, except for a single matrix.
 
 Axes: in, out of a matrix; `groups` of the matrices that are exchanged together.
 """

@@ -1,11 +1,11 @@
 """Muon on stacked parameters: momentum, orthogonalised matrix by matrix.
 
-Leaves are [*stack, in, out] (y = x W), and `matrices` says which matrices they hold, so
-that each gets the update that it would get alone, on one device or many. The formulas
-are those of optax's `contrib.scale_by_muon` (facts/algorithms.md §1.9), the reference
-in the tests. It is not called, for three reasons: it takes a stack as one batch, which
-a mesh would gather; at tiny sizes on CPU that batch does not fit the cache; and the ε
-of its 'aol' is fixed at 1e-4 of the norm, above most gradients of RL.
+Leaves are [*stack, in, out] (y = x W), and `matrices` determines which matrices they
+contain, so that each gets the update that it would get alone, on one device or many.
+The formulas are those of optax's `contrib.scale_by_muon` (facts/algorithms.md §1.9),
+the reference in the tests. It is not called, for three reasons: it takes a stack as one
+batch, which a mesh would gather; at tiny sizes on CPU that batch does not fit the
+cache; and the ε of its 'aol' is fixed at 1e-4 of the norm, above most gradients of RL.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From an OptimizerConfig to an optax transformation.
 
 Every kind of parameter (params.Kind) is updated by one of the rules that are fields of
-OptimizerConfig: hidden matrices by the one that `name` names, the others by Adam, each
-kind otherwise if `by_kind` says so. What rules share is here: clipping, weight decay,
-the schedule, and the partition of the parameters.
+OptimizerConfig: hidden matrices by the rule `name`, the others by Adam, unless
+`by_kind` names another rule for a kind. This module has what rules share: clipping,
+weight decay, the schedule, and the partition of the parameters.
 """
 
 from __future__ import annotations

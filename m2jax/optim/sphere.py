@@ -6,9 +6,9 @@ is ⟨Θ, Φ⟩ = 0, whose solution is
 
   Φ = msign(N + λΘ),   λ the root of h(λ) = ⟨Θ, msign(N + λΘ)⟩
 
-h does not decrease, and |λ| ≤ 2 Σ singular values of N. λ = 0 is MuonSphere's. The
-drift of second order is removed by the retraction W ← W · R/‖W‖₂ before the step, for
-which the power iteration that finds Θ also serves.
+h is non-decreasing, and |λ| ≤ 2 Σ singular values of N. MuonSphere uses λ = 0. The
+retraction W ← W · R/‖W‖₂ before the step removes the drift of second order; the power
+iteration that finds Θ also gives ‖W‖₂.
 
 Source: "Controlled LLM Training on Spectral Sphere", arXiv:2601.08393
 (facts/algorithms.md §1.1, §1.2). Ours: λ starts at the last step's, at −⟨Θ, N⟩ in the

@@ -7,10 +7,10 @@ Every matrix has a spectral norm R of its own, c · sqrt(out/in). A step of rate
   Φ = msign(N + λΘ)      `sphere.direction`; λ = 0 for MuonSphere
   W ← W · R/σ − η R Φ
 
-The retraction W · R/σ does not contain η, so the schedule is inside, and nothing may
-scale the updates after this transformation. The dynamic retraction of the paper's
-appendix is W ← W · (1 + κ η sign(R − σ)) instead. Weight decay has no place here: under
-the retraction it would have no effect (facts/algorithms.md §1.5), and none is offered.
+The retraction W · R/σ does not contain η, so this transformation applies the schedule
+itself, and nothing may scale the updates after it. The dynamic retraction of the
+paper's appendix is W ← W · (1 + κ η sign(R − σ)) instead. There is no weight decay:
+under the retraction it would have no effect (facts/algorithms.md §1.5).
 
 Source: arXiv:2601.08393, Algorithm 1 (facts/algorithms.md §1.2 to §1.7).
 
@@ -85,7 +85,7 @@ class SphereSettings:
 
 
 class Report(NamedTuple):
-  """Of all matrices of a step, for the log.
+  """Statistics over all matrices of a step, for the log.
 
   Attributes:
     sigma_max, sigma_min: σ/R before the retraction.
@@ -103,7 +103,7 @@ class Report(NamedTuple):
 
 
 class SphereState(NamedTuple):
-  """All that a step carries on.
+  """State between steps.
 
   Attributes:
     count: steps taken.
