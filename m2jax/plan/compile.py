@@ -1,7 +1,7 @@
 """Compiles a program ahead of time: its memory and its HLO.
 
-Both can be stored: a program is compiled again only if it changed, so that figures can
-be computed again by other code in seconds.
+Both can be stored: a program is recompiled only if it changed, so other code can
+recompute figures in seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Shares of their roofs that kernels reach, and what published v5p runs say of them.
+"""Shares of the roofline that kernels reach, derived from published v5p runs.
 
 A step's estimate divides the parts of its bound by these shares:
 
   attention  the kernel's matmuls. Published: Llama 3.1 8B at 4M tokens, whose step is
-             the kernel for 98 %, with heads of 256 channels. What is lost there is
-             taken to be the softmax, of which there is twice as much at M2's 128.
+             98 % kernel, with heads of 256 channels. The loss there is attributed to
+             the softmax, which doubles at M2's 128.
   matmul     projections and head. Published: Mixtral 8x7B, whose experts are as large
              and as full as dense matmuls.
   experts    grouped matmuls of many small experts, with what sorts their rows.
@@ -12,10 +12,10 @@ A step's estimate divides the parts of its bound by these shares:
   hbm, links assumed: nothing published separates them.
 
 Each of the first three is solved for, so that the formula gives the published tokens/s;
-the three runs cannot check it. `spread` tells how far they are apart: what DeepSeek-V3
-would reach with Mixtral's share. Published runs are counted as the plan is: padding of
-tiles included. The formula has the FLOPs of `flops`, the HBM bytes of
-the experts' rows, and no collectives (those runs hide them, or lose in `experts`).
+the three runs therefore cannot validate it. `spread` shows how far apart they are: what
+DeepSeek-V3 would reach with Mixtral's share. Published runs are counted like the plan,
+padding of tiles included. The formula has the FLOPs of `flops`, the HBM bytes of the
+experts' rows, and no collectives (those runs hide them, or lose in `experts`).
 
 Sources: tokens/s and settings from AI-Hypercomputer/tpu-recipes, training/v5p
 (Mixtral-8X7B-Maxtext, DeepSeek3-671B-MaxText, Llama3.1-8B-LongContext-Maxtext) and

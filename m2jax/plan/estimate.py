@@ -3,16 +3,16 @@
 The time of an instruction is the larger of its FLOPs over the peak and its HBM bytes
 over the bandwidth. A stage is a part of the model (attention, moe, the rest, the
 optimizer) in one pass (forward, recomputation, backward); its FLOPs are counted by hand
-(`flops`), padding included, and divided over its instructions as the compiled program
-has their matmuls. Collectives add their time, that of the links or of their HBM bytes,
-whichever is longer. An asynchronous one is hidden for the time that the instructions
-between its start and its done take at their roofline; a pass takes at least the time of
-the collectives that it hides, and of all its HBM bytes. Only what the compiled program
-overlaps is taken to overlap, and everything to run at its roofline: a real step is
-slower. These are compile-time facts, not measurements (DESIGN law 10).
+(`flops`), padding included, and divided over its instructions in proportion to their
+matmuls in the compiled program. Collectives add their time, that of the links or of
+their HBM bytes, whichever is longer. An asynchronous one is hidden for the time that
+the instructions between its start and its done take at their roofline; a pass takes at
+least the time of the collectives that it hides, and of all its HBM bytes. Only what the
+compiled program overlaps counts as overlapped, and everything runs at its roofline: a
+real step is slower. These are compile-time facts, not measurements (DESIGN law 10).
 
-The bound has every part at its roof; an estimate divides the parts by the shares of
-their roofs that published runs reach (`efficiency`). What is hidden in the bound stays
+The bound has every part at its roofline; an estimate divides the parts by the shares of
+the roofline that published runs reach (`efficiency`). What the bound hides stays
 hidden.
 """
 

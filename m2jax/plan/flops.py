@@ -66,7 +66,7 @@ def local(
   heads = where.size('heads')
   queries = new_tokens // where.size('tokens')
   ends = (keys,)
-  if queries < new_tokens:  # the first device's runs; those of others see as many
+  if queries < new_tokens:  # the first device's runs; others' see the same number
     ends = (keys - new_tokens + queries // 2, keys)
   part_rows = max(rows // where.size('rows'), 1)
   return Local(

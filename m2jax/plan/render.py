@@ -15,7 +15,7 @@ IMBALANCE = (1.25, 1.5)  # of the busiest experts, over the mean
 
 
 def report(plan: Plan) -> str:
-  """What one device holds, computes and sends, and for how long."""
+  """What one device stores, computes and sends, and for how long."""
   shown = {name: value for name, value in plan.mesh.items() if value not in (1, None)}
   mesh = ', '.join(f'{name} {value}' for name, value in shown.items())
   lines = [

@@ -2,9 +2,9 @@
 
 The formula ranks candidates and is not for reports: compute as in `flops`, HBM traffic
 of weights and of the experts' rows, and the large collectives on the links of their
-groups, as often as the lowered step has them (`Counts`). It takes gathers and scatters
-of weights as hidden and everything else as exposed; overlap, traffic and memory are
-exact only for the few that are then compiled.
+groups, as often as the lowered step has them (`Counts`). It assumes that gathers and
+scatters of weights are hidden and everything else is exposed; overlap, traffic and
+memory are exact only for the few that are then compiled.
 
 Axes: T tokens of a device, D model, E experts, k experts of a token, L layers.
 """

@@ -1,6 +1,6 @@
 """The devices of a TPU slice, to compile for with libtpu and without a TPU.
 
-libtpu compiles on any machine; it needs a TPU neither to compile nor to tell memory
+libtpu compiles on any machine; it needs a TPU neither to compile nor to report memory
 (facts/jax-anchors.md §0.1).
 """
 
