@@ -20,9 +20,8 @@ failed.
              weights depend on them. Completions retain their sampling
              log-probabilities, so off-policy correction is exact even if the policy
              that sampled them was rolled back.
-  learners   each `rollback` begins a lineage. From then on the pool refuses what the
-             learner of an older one still writes, each in the statement that would
-             change the item.
+  learners   each `rollback` begins a lineage. From then on the pool rejects writes of
+             an older lineage's learner, in the statement that would change the item.
 
 On SQLite, with synchronous=NORMAL, a commit survives a crash of the process; `ledger`
 also makes everything before it survive a power failure. On PostgreSQL every commit

@@ -1,6 +1,6 @@
 """The database behind the data pool: SQLite by default, PostgreSQL by URL.
 
-The same statements run on both. What each of them needs for that is here:
+The same statements run on both. This module handles the differences:
 
   writing   Write transactions of all processes run one after the other, so that a
             transaction that reads and then writes needs no lock of its own. On SQLite
@@ -13,10 +13,10 @@ The same statements run on both. What each of them needs for that is here:
             for `outage_s` seconds. If the connection is lost in a commit, nobody knows
             whether it was done: each transaction of a writer therefore also stores its
             number (`writers`), and the next one looks for it; the server may reuse its
-            own ids after a crash. A frozen server is away too (`watch`); a client that
-            stops in mid-transaction loses it, and the lock, after `_IDLE_S`. A SQLite
-            file that another process has locked for `_BUSY_S` is away as well; what
-            failed then was not committed.
+            own ids after a crash. A frozen server counts as away (`watch`); a client
+            that stops in mid-transaction loses it, and the lock, after `_IDLE_S`. A
+            SQLite file that another process has locked for `_BUSY_S` counts as away
+            too; what failed then was not committed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work items that other processes run: who has which, and what came of it (law 5).
+"""Leases on work items that other processes run, and their reports (law 5).
 
 Functions on the writing connection, one transaction each (`data_pool`). The queue's
 process alone changes states of items; others claim pending ones and report:
@@ -10,8 +10,8 @@ process alone changes states of items; others claim pending ones and report:
              report of AGAIN: attempt + 1, no lease, and the old records superseded
 
 So a process that lost its lease changes nothing, whatever it still sends, and a report
-that arrives twice counts once. No clocks are compared: who waits for a heartbeat
-measures that with its own.
+that arrives twice counts once. No clocks are compared: the process that waits for a
+heartbeat uses its own.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def heartbeat(connection: sa.Connection, held: list[str]) -> set[str]:
 
 
 def holds(connection: sa.Connection, claimed: Claim) -> bool:
-  """Whether the claim's lease holds and has no report yet."""
+  """Whether the claim's lease is valid and has no report yet."""
   i = tables.items.c
   mine = (i.index == claimed.item.index) & (i.lease == claimed.lease)
   query = sa.select(i.index).where(mine, i.state == 'pending', i.report.is_(None))

@@ -2,7 +2,7 @@
 
 Functions on the writing connection; `data_pool` runs each in one transaction, and its
 docstring explains how they implement law 5. Those that take a `lineage` are for the
-learner that began it, and are refused when another one has begun since.
+learner that began it, and are rejected when another one has begun since.
 """
 
 from __future__ import annotations

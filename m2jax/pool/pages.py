@@ -1,7 +1,7 @@
 """Queries on a pool a page at a time, for people who look at a run (`m2jax.viewer`).
 
-Pages are found by key, never by offset, and hold no token ids and no messages. Work
-items have the newest first, evaluations (which have no item) too.
+Pages are found by key, never by offset, and contain no token ids or messages. Work
+items are sorted newest first, and so are evaluations (which have no item).
 """
 
 from __future__ import annotations

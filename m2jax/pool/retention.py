@@ -1,7 +1,7 @@
-"""What the data pool keeps: bounds on the size of its database.
+"""What the data pool retains: bounds on the size of its database.
 
-Deleted is only what no restart can need: what was trained into the weights of the
-*oldest* checkpoint that may still be restored, failed, or superseded. Three levels:
+Only what no restart can need is deleted: what was trained into the weights of the
+*oldest* checkpoint that may still be restored, failed, or was superseded. Three levels:
 
   token ids   of all of that, at once; they are most of the size
   messages    of all but a sample over the whole run, for the report

@@ -1,9 +1,9 @@
 """Cuts the connections to a database server that is there but answers nothing.
 
-Such as one that is frozen, whose kernel still acknowledges what it is sent: neither
-libpq's timeouts nor the server's end such a wait. A transaction that takes longer than
-`_SILENCE_S` is therefore not trusted: if a new connection gets no answer, its
-connection is cut, which is an error as of a lost server (`database.retrying`).
+A frozen server's kernel, for example, still acknowledges what it receives: neither
+libpq's timeouts nor the server's end such a wait. So if a transaction takes longer than
+`_SILENCE_S`, a new connection is tested; if it gets no answer, the transaction's
+connection is cut, which counts as a lost server (`database.retrying`).
 """
 
 from __future__ import annotations

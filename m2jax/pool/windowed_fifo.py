@@ -147,7 +147,7 @@ class WindowedFifo:
   def fail(self, index: int, reason: str) -> None:
     """Retires a pending item without a result, so that the window can move past it.
 
-    `failures` holds the last 256 failures as (index, reason).
+    `failures` has the last 256 failures as (index, reason).
 
     Raises:
       NotPending: the item is not pending.

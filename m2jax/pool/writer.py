@@ -6,8 +6,8 @@ share a commit. They are applied in the order in which they were put, so records
 before a `call` are committed no later than the call. A row that the database rejects
 affects no other row.
 
-While a database server is away, a transaction is repeated as a whole until it is known
-to be committed: callers wait, and what they added is neither lost nor added twice.
+While a database server is away, a whole transaction is repeated until it is known to be
+committed: callers wait, and their records are neither lost nor added twice.
 """
 
 from __future__ import annotations
