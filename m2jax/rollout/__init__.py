@@ -1,16 +1,16 @@
-"""The rollout engine: serves the policy that is being trained.
+"""The rollout engine: serves the policy in training.
 
-1. A `GenerateRequest` is submitted to what serves (`api.Serving`), for a `Handle`.
+1. A `GenerateRequest` is submitted to an `api.Serving`, which returns a `Handle`.
 2. Of several engines, `routing` chooses one.
 3. `serving` queues the request, and gives it a slot and pages.
 4. `tiers` finds its longest cached prefix: on the device, in host memory, in a pool.
 5. `engine` computes the rest of its prompt; with `disaggregation`, another engine does
    and hands the pages over.
-6. `engine` draws its tokens, several steps in a call, with their log-probabilities.
-7. `serving` delivers them as they are drawn, and at the end a `GenerateResult`.
+6. `engine` samples its tokens, several steps per call, with their log-probabilities.
+7. `serving` delivers them as they are sampled, and at the end a `GenerateResult`.
 
-The names of `_MODULES` are imported when they are first used: who needs the records of
-`api` only, as a gateway does, does not import JAX.
+The names of `_MODULES` are imported when they are first used: a user of the records in
+`api` only, such as a gateway, does not import JAX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What serves the policy, and the records of a request: plain, serialisable.
 
-`Serving` is the interface between those who need completions (gateway, Forge) and what
-makes them, in this process or in another (DESIGN §3). A completion is `(prompt tokens,
+`Serving` is the interface between consumers of completions (gateway, Forge) and
+engines, in this process or in another (DESIGN §3). A completion is `(prompt tokens,
 response tokens)`; every response token carries the log-probability it was sampled with
 and the policy version that sampled it (law 4).
 """

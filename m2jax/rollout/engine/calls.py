@@ -112,7 +112,7 @@ class Calls:
   def generate_kept(
     self, params, state, kept, rows, num_rows, tables, steps, stale, mask=None
   ) -> tuple[DecodeState, Sampled, contexts.Contexts]:
-    """`generate_many` on the Contexts of an earlier call of as many rows and pages.
+    """`generate_many` on the Contexts of an earlier call with the same rows and pages.
 
     Args:
       kept: the earlier call's Contexts, which have the pages of each row that is not

@@ -1,6 +1,6 @@
 """The engine's sizes: slots, pages and the shape buckets that bound compilation.
 
-They are of the whole engine. On a mesh each group of devices that shares rows
+Sizes are for the whole engine. On a mesh each group of devices that shares rows
 (`placement`) has its part of them, `EngineConfig.of_group`.
 """
 
@@ -41,7 +41,7 @@ class EngineConfig:
       at a time, to the activations' dtype. None: as they are.
     record_experts: store the expert ids of every token with its K/V and return them
       with the result, for routing replay in training: 2·L·top_k bytes per token.
-    grammars: compile calls for requests with a grammar, too: as many again as decode.
+    grammars: compile calls for requests with a grammar, too: doubles the decode calls.
     draft_tokens: maximum tokens that MTP modules draft for the main model to verify in
       one step; 0 is off. Their keys and values are in the pages, too.
   """

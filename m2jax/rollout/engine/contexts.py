@@ -1,10 +1,10 @@
-"""The key/value cache of one call's rows, in order, for decoding on a CPU.
+"""Keys and values of one call's rows, copied out contiguously, for decoding on a CPU.
 
-A call takes its rows' pages out of the cache, decodes several steps, and puts what is
-new back; every step reads keys and values where they are. A row that the previous call
-left here is not taken out again (`refresh`, and `serving.kept_contexts` for the host's
-side). Elsewhere kernels read pages through their tables. `Contexts` has the methods of
-`Pages` that `forward.extend` needs.
+A call copies its rows' pages out of the cache, decodes several steps, and writes the
+new entries back; every step reads keys and values in place. A row that the previous
+call left here is not copied again (`refresh`, and `serving.kept_contexts` on the host).
+Elsewhere kernels read pages through their tables. `Contexts` has the methods of `Pages`
+that `forward.extend` needs.
 
 Axes: those of pages.py.
 """

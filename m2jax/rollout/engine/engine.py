@@ -6,8 +6,8 @@ and early end on the device). The host decides which pages a sequence has and pa
 page table with every call. `rollout.jetstream` adds JetStream's calls, over the same
 pure functions (facts/jax-anchors.md §3.2).
 
-The functions are `calls`; on a mesh each runs as one `shard_map`, placed as `placement`
-says: slots, rows and pages are of g groups, in the order of groups. With several
+The functions are `calls`; on a mesh each runs as one `shard_map`, placed by
+`placement`: slots, rows and pages are divided into g groups, in order. With several
 processes all make the same calls, in the same order and with the same arguments.
 
 Prefill only fills the cache: it consumes all tokens of a prompt except the last, which

@@ -1,7 +1,7 @@
-"""The trunk over an engine's cache: new tokens are stored, then see all before them.
+"""The trunk over an engine's cache: stores new tokens, which then see all before them.
 
 `extend` is `model.trunk` over `CachedKeys`: storage is here, arithmetic there. Prefill,
-decoding and JetStream's calls all are this function, for chunks of many tokens or of
+decoding and JetStream's calls all use this function, for chunks of many tokens or of
 one. On a mesh it runs inside `shard_map`, on this device's rows, pages, heads, experts
 and part of the vocabulary.
 

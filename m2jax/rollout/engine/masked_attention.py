@@ -1,4 +1,4 @@
-"""Attention over keys in order of which some are hidden, as MTP modules need it.
+"""Attention over contiguous keys with a mask by position, for MTP modules.
 
 A query sees the keys up to its position that are `visible` [P, S], and its own. At a
 position below 0, of padding, the result is undefined but finite.

@@ -1,9 +1,9 @@
 """The key/value cache of the engine: pages of tokens, found through page tables.
 
 A sequence's tokens are in pages that can be anywhere; its page table lists them. Page 0
-belongs to no sequence: what must not be kept is written there (padding, and rows that
-have finished). Recorded expert ids are stored with the keys and values of their token,
-so a request that shares a prefix gets its ids.
+belongs to no sequence: discarded entries are written there (padding, and rows that have
+finished). Recorded expert ids are stored with the keys and values of their token, so a
+request that shares a prefix gets its ids.
 
 With MTP modules (`modules`) their layers follow the trunk's. A page also has
 the states after its last stored token, and of each token how many modules have stored

@@ -2,8 +2,8 @@
 
 No weights are gathered: heads, vocabulary and expert channels are split over `tensor`,
 experts over `expert`. All other axes split the rows: each *group* of devices that
-shares rows has slots and pages of its own, which no other group reads. A sequence stays
-in the group where it began; its host tables name pages of that group.
+shares rows has its own slots and pages, which no other group reads. A sequence stays in
+the group where it began; its host tables name pages of that group.
 
 Axes: g groups, S slots and P rows of a group.
 """

@@ -2,16 +2,17 @@
 
 The random numbers of a request depend on its seed and on the index of the token only
 (`sampling`). One call of the main model consumes a row's last token and its K drafts;
-at each of the K + 1 positions the token is drawn from the main model's logits with the
-random numbers of that position, exactly as without drafts. Drafts are accepted while
-they are what is drawn, and the first token that differs takes the place of its draft.
-So the tokens are those of plain decoding, for all ways to draw, whatever the drafts
-are, and log-probabilities are the main model's. Drafts are drawn with the random
+at each of the K + 1 positions the token is sampled from the main model's logits with
+the random numbers of that position, exactly as without drafts. Drafts are accepted as
+long as each matches the sampled token, and the first token that differs replaces its
+draft. So the tokens equal those of plain decoding, for all sampling settings and
+whatever the drafts are, and log-probabilities are the main model's. Drafts are drawn
+with the random
 numbers of their positions too: the closer the modules' distribution is to the main
 model's, the more drafts are equal, at any temperature.
 
-Keys and values of drafts that are not accepted stay beyond the length of the sequence,
-where the next tokens are written over them.
+Keys and values of rejected drafts stay beyond the length of the sequence, where the
+next tokens overwrite them.
 
 Axes: P rows, K drafts, C = K + 1 tokens to verify, N rounds of a call, n pages of a
 table, V vocabulary, D model.

@@ -52,7 +52,7 @@ class RateEstimator:
   """
 
   def __init__(self, prior: Rates, *, least_s: float = 1.0):
-    """Snapshots less than `least_s` of busy time apart are taken together."""
+    """Snapshots less than `least_s` of busy time apart are merged."""
     self.rates, self.measured = prior, False
     self._least_s = least_s
     self._last: np.ndarray | None = None

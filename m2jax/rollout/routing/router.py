@@ -1,16 +1,16 @@
-"""Several engine replicas as one that serves.
+"""Several engine replicas behind one `Serving`.
 
 Each request goes to the replica that the policy chooses (`policies`), from what the
 router has learned of all of them (`fleet`). Nothing is pinned.
 
-- A replica that stops serving loses its requests. Those of which nothing has been
-  streamed are submitted to another one, with the same seed, so that they draw from the
-  same random stream; the others fail with EngineError, as they would at one engine.
-- With `make` the router replaces a replica that has stopped; without, it waits for it
-  to be alive again. It gets the weights published last before it serves.
-- Weights are published to all replicas, or, with `follows`, these read them from a
-  directory, each at its time. A request keeps to the replica's rules: every token has
-  the version that drew it (DESIGN law 4).
+- A replica that stops serving loses its requests. Those with no streamed tokens are
+  submitted to another one, with the same seed, so that they use the same random stream;
+  the others fail with EngineError, as on a single engine.
+- With `make` the router replaces a stopped replica; without, it waits until that is
+  alive again. The replica gets the weights published last before it serves.
+- Weights are published to all replicas or, with `follows`, replicas read them from a
+  directory, each at its own time. Every token has the version that sampled it (DESIGN
+  law 4).
 
 Replicas may be in other processes (`forge.remote.engine_client`).
 """

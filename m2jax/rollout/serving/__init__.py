@@ -7,10 +7,10 @@
    tokens but the last are computed.
 5. `drafting` and `plan`: choose how many tokens the next decode calls draft, and
    which slots decode together; `constrained` makes each step's mask for a grammar.
-6. `decode_calls`: makes the call, on a CPU in rows that stay in order
-   (`kept_contexts`), and reads the tokens that were drawn.
+6. `decode_calls`: makes the call, on a CPU in contiguous rows that are reused
+   (`kept_contexts`), and reads the sampled tokens.
 7. `batcher`: streams them (`on_tokens`). If pages run out, the sequence that started
-   last gives up its own and waits again, with what it has drawn.
+   last releases its pages and waits again, with its tokens so far.
 8. `batcher`: delivers the result when the sequence has ended; its pages stay cached.
 
 Between two calls `scheduler` exchanges the weights (`swap`). `grammars` compiles

@@ -3,8 +3,8 @@
 One `tick` places waiting requests in idle slots (first come, first served, except that
 a request waits for a prefix that is being prefilled for another one), prefills within a
 budget, decodes a few steps and delivers the finished requests. While the same sequences
-go on decoding, each decode call is made before the tokens of the one before are read
-(`decode_calls.may_repeat`), and a tick is no more than that.
+continue decoding, each decode call is made before the tokens of the previous one are
+read (`decode_calls.may_repeat`), and a tick does nothing else.
 
 A request is placed when there are pages for its prompt. When pages run out while it
 decodes, the sequence that started last is retracted: it waits in front of the queue,

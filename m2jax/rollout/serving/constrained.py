@@ -1,7 +1,7 @@
-"""Responses with a grammar: what each may draw next, on the host.
+"""Responses with a grammar: which tokens each may sample next, on the host.
 
-A decode call of these takes one step, because what a token allows is known only when it
-is drawn. Other responses are decoded in calls of their own, several steps each.
+Their decode calls take one step, because each token determines the next mask. Other
+responses are decoded in separate calls, several steps each.
 
 Axes: p responses, W words of a mask, of 32 tokens each.
 """

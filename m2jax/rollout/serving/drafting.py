@@ -1,17 +1,17 @@
-"""Decides how many tokens the next decode calls draft, by what it measures.
+"""Decides how many tokens the next decode calls draft, from measurements.
 
 With K drafts and r_i the share of i-th drafts that are accepted when those before them
-were, a verification gives 1 + r_1 + r_1·r_2 + … + r_1·…·r_K tokens. The K with most
-tokens a second is taken, 0 included: drafts pay while a verification costs little more
-than a step, as it does for few rows, and not once rows fill the machine. Where they
-gain less than MARGIN there are none.
+were, a verification gives 1 + r_1 + r_1·r_2 + … + r_1·…·r_K tokens. It uses the K with
+the most tokens per second, 0 included: drafts pay while a verification costs little
+more than a step, as it does for few rows, and not once rows fill the machine. If they
+gain less than MARGIN, K is 0.
 
 Times are compared only within a probe: a few ticks in a row that take each K in turn,
-of which the fastest of each K counts, since other load and compilation only make calls
-slower. There is a probe at the start for each number of rows, the next one after
-PROBE_EVERY ticks, and twice as many after each that changes nothing. One that would
-change K goes on for as long again. Shares are those of all drafts, the last ones most:
-when they fall, so does K, without a probe. Which K is taken changes no token.
+of which the fastest call of each K counts, since other load and compilation only make
+calls slower. Each number of rows is probed at the start, then after PROBE_EVERY ticks,
+and after each probe that changes nothing that interval doubles. A probe that would
+change K is repeated once. Shares are averages over all drafts, recent ones weighted
+most: when they fall, K falls without a probe. K never changes the tokens.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ response whose content is JSON of a schema, `tool_call` that of one that calls a
 It begins after `</think>`: before that, all tokens are free except the one that ends
 the message. That one may be drawn only where the grammar is complete.
 
-Schemas are a stranger's. llguidance's limits bound compilation and each step, in its
+Schemas are untrusted. llguidance's limits bound compilation and each step, in its
 own units of work; `Matcher` bounds the time of all steps of a response, since steps of
 some small schemas (an integer's `multipleOf`) each come close to their limit.
 """

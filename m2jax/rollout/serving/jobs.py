@@ -1,4 +1,4 @@
-"""A request in the scheduler: its prompt, what has been drawn, and how it goes on."""
+"""A request in the scheduler: its prompt, the tokens sampled so far, and its state."""
 
 from __future__ import annotations
 

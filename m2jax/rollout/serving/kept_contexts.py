@@ -1,8 +1,8 @@
-"""Decode calls on a CPU whose rows stay in order between calls (`engine.contexts`).
+"""Contiguous rows that decode calls on a CPU reuse (`engine.contexts`).
 
-A sequence keeps its row of a call's shape as long as it decodes in calls of that shape;
-then nothing of it is copied out of the pages again. A row is stale if another sequence,
-or the same one in calls of another shape, has decoded since.
+A sequence keeps its row of a call's shape as long as it decodes in calls of that shape,
+so its pages are not copied again. A row is stale if another sequence, or the same one
+in calls of another shape, has decoded since.
 
 Axes: p sequences of a call, g groups of devices with rows of their own, R = g · rows.
 """

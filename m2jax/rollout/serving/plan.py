@@ -1,8 +1,8 @@
 """Decides which prompts or slots a call serves, and in which compiled shape.
 
-A decode call reads equally many pages for every row, those that its longest row needs,
-so one long sequence makes all others in the call expensive: long sequences are decoded
-apart if that is cheaper.
+A decode call reads the same number of pages for every row, as its longest row needs, so
+one long sequence makes all others in the call expensive: long sequences are decoded
+separately if that is cheaper.
 
 Axes: n prompts or decoding slots, in g groups of devices with rows of their own.
 """

@@ -1,8 +1,8 @@
 """The engine as a service: any thread submits requests, one thread serves them.
 
 Weights change between two device calls, with requests in flight: every token records
-the version that sampled it, and its log-probability is that of the distribution it was
-actually drawn from (DESIGN law 4).
+the version that sampled it, and its log-probability under the distribution it was
+actually sampled from (DESIGN law 4).
 
 K/V computed under older weights stay in use for requests in flight, and for cached
 prefixes if `reuse_stale_prefix` is set. A token's recorded log-probability is

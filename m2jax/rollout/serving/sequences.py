@@ -215,7 +215,7 @@ class Sequences:
     self.state[slot] = State.IDLE
 
   def page_tables(self, slots: np.ndarray, positions: int) -> np.ndarray:
-    """Page tables of the smallest compiled size that holds the positions."""
+    """Page tables of the smallest compiled size that covers the positions."""
     pages = self._pages_of(positions)
     return self.tables[slots, : next(n for n in self._table_sizes if n >= pages)]
 

@@ -1,10 +1,10 @@
-"""New weights for a running engine: placed while it decodes, then exchanged at once.
+"""New weights for a running engine: placed while it decodes, then swapped at once.
 
 On one device any thread may place them, since programs of one device do not wait for
-each other: the caller of `update_weights` does, and the engine's thread only exchanges
-two references. Programs over several devices must be started by one thread: the
-engine's places some arrays before each of its ticks, so that decoding goes on in
-between. Until the exchange the device has both versions.
+each other: the caller of `update_weights` does, and the engine's thread only swaps two
+references. Programs over several devices must be started by one thread: the engine's
+thread places some arrays before each of its ticks, so decoding continues in between.
+Until the swap the device has both versions.
 """
 
 from __future__ import annotations

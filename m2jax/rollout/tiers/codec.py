@@ -1,9 +1,9 @@
-"""A page as the bytes that a store holds.
+"""Encodes a page as bytes for a store.
 
   magic (8 bytes) | BLAKE2b of the arrays, keyed with the page's key (32) | the arrays
 
-Shapes, dtypes and order of the arrays are those of the reader's own layout, which is
-part of the key: nothing in a value says how to read it.
+The reader's own layout, which is part of the key, determines shapes, dtypes and order
+of the arrays; the value does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pages in host memory, by their keys (`page_keys`); least recently used go first.
+"""Pages in host memory, by their keys (`page_keys`); evicts the least recently used.
 
-Used by the engine's thread. Of a chain, the last page is the first to go: without it
-the others can still be used, but not the other way round.
+Used by the engine's thread. The last page of a chain is evicted first: the others are
+usable without it, but not vice versa.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What changed in an engine's cached pages, for a reader in another thread.
+"""Changes of an engine's cached pages, for a reader in another thread.
 
-`PrefixCache` writes, a router reads. Nothing is kept before the first reading. The
-journal is bounded: when nobody reads in time it forgets what it has, and the reader
-learns that it must start again.
+`PrefixCache` writes, a router reads. Nothing is recorded before the first read. The
+journal is bounded: if it is not read in time, it is dropped, and the reader is notified
+that it must start over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pages of the cache as host arrays: single ones, or blocks as the engine moves them.
+"""Pages of the cache as host arrays: single pages, or the blocks that the engine moves.
 
 A page is a tuple of arrays, one for each array of `pages.Pages` in the order of its
-leaves, without the axis of the pages. What the arrays hold does not matter here.
+leaves, without the axis of the pages. The arrays' content does not matter here.
 
 Axes: n pages of a block.
 """

@@ -1,9 +1,9 @@
 """The pool of pages outside the engine: a tensorstore key-value store, by URL.
 
-Written behind: `put` queues a page and returns; a few threads write. Read ahead:
-`read` starts to read a chain of pages and returns a future. A store that is slow, full,
-damaged or away costs pages, which are then computed, but neither an error nor more time
-than the caller waits. What happened is counted.
+Writes are asynchronous: `put` queues a page and returns; a few threads write. So are
+reads: `read` starts to read a chain of pages and returns a future. A store that is
+slow, full, damaged or unreachable costs pages, which are then computed, but raises no
+error and takes no longer than the caller waits. Counters record what happened.
 
 A value is written whole or not at all (tensorstore's file driver renames a finished
 file; object stores do so by themselves), and its checksum covers its key (`codec`).

@@ -1,12 +1,12 @@
-"""Pages on the host: which are free, which are in use, and which hold a known prefix.
+"""The host's record of pages: which are free, in use, or cached by their prefix.
 
 A radix tree over whole pages of tokens: a node is one page, its path from the root is
 the prefix that the page continues. Pages of running sequences are referenced and stay;
-the others are cached until their room is needed, least recently used first, and a page
-always before the one that it continues.
+the others are cached until the space is needed. The least recently used are evicted
+first, but always before the page that they continue.
 
-Keys and values depend on the weights. `clear` forgets all pages: none is found again,
-and those that are referenced are freed by their last user.
+Keys and values depend on the weights. `clear` forgets all pages: none is reused, and
+the last user of a referenced page frees it.
 
 All calls cost time proportional to the pages that they name, not to those that exist.
 """
@@ -60,7 +60,7 @@ class PrefixCache:
     evicted: cached pages given up so far.
     peak: most pages that held something at once.
     on_insert, on_evict: are passed each node that becomes known, or is given up while
-      its page still holds what it did.
+      its page is still unchanged.
   """
 
   def __init__(self, pages: int, page_tokens: int, journal: PageJournal | None = None):

@@ -1,6 +1,6 @@
 """The prefix cache beyond device memory: host memory, then the pool (`pool`).
 
-A page that the device cache gives up is copied to host memory. When a sequence gets a
+A page evicted from the device cache is copied to host memory. When a sequence gets a
 slot, pages that continue its cached prefix are copied back into its own pages before it
 prefills, so that only the rest is computed. With a pool, every page is also copied to
 host memory when it becomes known, and from there to the pool, so that other engines and

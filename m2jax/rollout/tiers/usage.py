@@ -1,6 +1,6 @@
 """Which pages a store has, how large they are, and which were used least recently.
 
-The bound on bytes is kept by the writer: room is made before a value is written.
+The writer enforces the bound on bytes: it makes space before it writes a value.
 Several processes may share a store; each lists it when it starts and whenever it has
 written a sixteenth of the bound, so that p processes may exceed the bound by p
 sixteenths in between. For local files the time of last use is the file's modification
