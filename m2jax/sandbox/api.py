@@ -144,7 +144,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-  """What holds on this machine, from a trial of each property (`probe.capabilities`).
+  """What this machine enforces, from a trial of each property (`probe.capabilities`).
 
   Attributes:
     backend: one of `BACKENDS`.

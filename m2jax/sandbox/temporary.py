@@ -1,7 +1,7 @@
 """Directories in the machine's temporary directory that do not outlive their processes.
 
-A process holds a lock on its directory until it ends, however it ends; the next one
-that makes a directory removes those that nobody holds.
+A process locks its directory until it ends, however it ends; the next one that makes a
+directory removes the unlocked ones.
 """
 
 from __future__ import annotations

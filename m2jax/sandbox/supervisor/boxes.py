@@ -1,7 +1,7 @@
 """Resources of sandboxes: directories, uids and control groups.
 
-Only uids are used again, when none of their processes is alive: nothing that a command
-could write (a file, a lock, a namespace) outlasts its sandbox.
+Only uids are reused, once none of their processes is alive: anything else that a
+command could write (a file, a lock, a namespace) ends with its sandbox.
 """
 
 from __future__ import annotations

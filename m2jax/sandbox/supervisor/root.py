@@ -1,11 +1,11 @@
-"""The files that commands see: a root of each sandbox's own.
+"""The files that commands see: a separate root for each sandbox.
 
 `/usr`, the host's other read-only trees and a prepared `/etc` are overlays, so that
-each sandbox has inodes of its own: locks on a file, and watches of it, are not its
-neighbour's. /dev has new device nodes and pseudo terminals. Writable are only
-/workspace, and /tmp and /dev/shm, whose files last for one command. Where the kernel
-has no overlays for this user the trees are bind mounts, and the report says that
-neighbours share locks.
+each sandbox has separate inodes and shares no file locks or watches with its
+neighbours. /dev has new device nodes and pseudo terminals. Only /workspace is writable,
+and /tmp and /dev/shm, whose files last for one command. Where the kernel has no
+overlays for this user the trees are bind mounts, and the report notes that neighbours
+share locks.
 """
 
 from __future__ import annotations

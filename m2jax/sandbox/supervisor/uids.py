@@ -2,8 +2,8 @@
 
 Processes of one uid may signal each other in the weaker mode, and limits of the kernel
 count by uid, so two supervisors must not have one uid at the same time. Uids come in
-blocks of 64, and a supervisor holds a block by a lock on a file of a directory that
-only root can enter: the kernel frees it when that process ends, however it ends.
+blocks of 64, and a supervisor owns a block by locking a file in a directory that only
+root can enter: the kernel releases the lock when that process ends, however it ends.
 """
 
 from __future__ import annotations
