@@ -1,4 +1,4 @@
-"""The tree that a verifier judges: original files, and of the agent's only its work.
+"""The tree that a verifier judges: original files, plus only the agent's work.
 
     tree = archive ∖ work  ∪  the agent's files that are work  ∪  the verifier's files
 

@@ -75,7 +75,7 @@ class Metadata:
     hide: names of Python modules whose copies on this machine sandboxes do not show,
       since the task is about them.
     verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
-    answer: path in the judged tree that holds the final answer; '' for none.
+    answer: path of the final answer in the judged tree; '' for none.
     listing: whether test.sh gets the modes, links and other entries of the workspace.
     run: command that is run on each of the hidden inputs, `tests/inputs/N/`; '' for
       none (`runs`).

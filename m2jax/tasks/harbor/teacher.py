@@ -1,7 +1,7 @@
 """A teacher of Harbor tasks that runs the task's own solution.
 
-It shows one call of `sh`, the text of `solve.sh`. Solutions that bring files cannot be
-shown so; for their tasks there are recorded attempts (`sft.recorded` of the main job).
+It shows one call of `sh`, the text of `solve.sh`. It cannot show solutions with further
+files; for such tasks use recorded attempts (`sft.recorded` of the main job).
 """
 
 from __future__ import annotations

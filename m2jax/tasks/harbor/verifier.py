@@ -4,7 +4,8 @@ The agent and its processes are gone. Its work is gathered from its workspace
 (`compose`), and the tree to judge is written into a directory of the host that the
 verifier's sandbox sees read-only. So no file of tests, configuration or verifier is the
 agent's, and code under test can change none of them while it runs. The tests are in
-another directory of a random name, which the tree does not lead to. test.sh is run with
+another directory with a random name, to which nothing in the tree refers. test.sh is
+run with
 
     M2JAX_TREE     the tree to judge, read-only
     M2JAX_TESTS    the task's tests/, read-only
@@ -20,9 +21,9 @@ another directory of a random name, which the tree does not lead to. test.sh is 
 
 Outcome: `invalid` if the sandbox failed, or test.sh ended without a reward before it
 printed a line `m2jax: ready`; after that line, which each pipeline's verifier prints
-before it reads any work of the agent, an end without a reward is the agent's doing:
-`failed`. If a process of it was killed for memory and test.sh went on to its end, its
-reward counts only after that line.
+before it reads any work of the agent, an end without a reward is the agent's fault:
+`failed`. If one of its processes was killed for memory and test.sh continued to its
+end, its reward counts only after that line.
 """
 
 from __future__ import annotations

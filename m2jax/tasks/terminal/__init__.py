@@ -1,7 +1,7 @@
 """Shell tasks over private workspaces of real files (DESIGN §3, tasks/).
 
 `spec` draws the spec of the index-th task of a split; `make` builds that task. A spec
-holds everything its task needs, including settings that differ from the default:
+has everything its task needs, including settings that differ from the default:
 
     terminal/held_out/steps_3/7/12            split, family, seed, index
     terminal/train/trail/7/12?{"files":[4,6]}

@@ -1,6 +1,6 @@
 """Draws the specs of terminal tasks and builds the tasks (docs/design.md §3).
 
-A spec holds everything its task needs, including settings that differ from the default.
+A spec has everything its task needs, including settings that differ from the default.
 Both functions are pure: the same arguments give the same task in every
 process with the same Python version (the files are those of its standard library).
 """
@@ -49,7 +49,7 @@ class TerminalTask:
 
   @contextlib.asynccontextmanager
   async def open(self, **create_options: Any) -> AsyncIterator[task_lib.Environment]:
-    """Opens a sandbox that holds the files; see `tasks.Task.open`."""
+    """Opens a sandbox with the files; see `tasks.Task.open`."""
     async with await sandbox.create(contents=self.files, **create_options) as box:
       yield task_lib.Environment(shell.executor(box), box.workspace, box)
 

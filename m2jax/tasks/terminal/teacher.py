@@ -1,8 +1,8 @@
 """The scripted teacher whose demonstrations SFT imitates: closed-loop and fallible.
 
 For a task it thinks, calls the tool `sh`, reads the actual output, and continues from
-there to a final answer. It makes mistakes as human demonstrators do, at the rates that
-`TeacherConfig` gives for each family, and nothing in its text marks a mistake:
+there to a final answer. It makes errors as human demonstrators do, at the rates that
+`TeacherConfig` gives for each family, and nothing in its text marks an error:
 
     wrong_option   an option or a program mixed up: wc -c for -l, cp for mv
     skipped_step   skips a step
@@ -133,7 +133,7 @@ async def demonstrate(
   config: TeacherConfig = TeacherConfig(),
   attempt: int = 0,
 ) -> demonstrations.Demonstration:
-  """Attempts a task in an environment that holds the task's files.
+  """Attempts a task in an environment with the task's files.
 
   Args:
     task: a terminal task.
