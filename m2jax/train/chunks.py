@@ -1,8 +1,8 @@
 """Training of trees larger than a row or than memory: exact, by push and pop.
 
-The chunks of `forest.cut` run one after the other. Keys, values and states of one root
-path are on a stack on the device, with the cotangents that finished descendants have
-added to them:
+The chunks of `forest.cut` run one after the other. The device has a stack with keys,
+values and states of one root path, and with the cotangents that finished descendants
+have added to them:
 
   push  forward of a run of the path; its entries are written to the stack
   leaf  forward and backward of tokens below the path: adds their loss terms, expert
@@ -10,15 +10,14 @@ added to them:
   pop   forward of a run of the path again, and backward from its loss terms and the
         cotangents of its entries, which are then removed
 
-Each is the function of `model.forward` and `train.step.loss_and_metrics` on the whole
-tree, so the sums are the same (law 3). Memory is that of one chunk and of the stack
-with its cotangents, which is as long as the longest path; it does not grow with the
-number of leaves. Each kind of chunk is compiled once for each shape
-(`forest.Buckets`).
+Each computes the function of `model.forward` and `train.step.loss_and_metrics` on the
+whole tree, so the sums are the same (law 3). Memory is one chunk plus the stack with
+its cotangents, which is as long as the longest path; it does not grow with the number
+of leaves. Each kind of chunk is compiled once for each shape (`forest.Buckets`).
 
 On a mesh a chunk is the first row of a batch whose other rows are padding, one row for
 each shard: heads, experts and the storage of weights are split as in other steps, but
-the shards of rows beyond the first have nothing to do. Tokens are not split.
+the row shards beyond the first idle. Tokens are not split.
 
 Axes: B rows, 1 without a mesh; C tokens of a chunk, P slots of the stack that a chunk
 sees, M loss terms.

@@ -2,9 +2,9 @@
 
 M2 pre-trains with one module and expands to three in the decay phase of continued
 pre-training: new modules are copied, trained with the main model frozen until their
-loss is stable, then all is trained together (facts/m2-and-forge.md §3). What is copied
-is ambiguous: the report's text says the main model, its Figure 2 draws module 1. Both
-are sources here, beside random weights to compare with:
+loss is stable, then all is trained together (facts/m2-and-forge.md §3). The source of
+the copy is ambiguous: the report's text names the main model, its Figure 2 draws module
+1. Both are sources here, along with random weights for comparison:
 
   'mtp'     module 1, with its router bias.
   'main'    the block is the last main block; the projection passes the hidden state

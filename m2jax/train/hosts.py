@@ -2,8 +2,8 @@
 
 A mesh splits the rows of a batch into shards, and each process has some of them.
 Processes that have a shard in common (tokens or channels are split over them) are one
-host: they read the same rows. A host that is one of more than the data has streams
-reads the rows of its neighbours too (`find`).
+host: they read the same rows. If there are more hosts than data streams, a host also
+reads the rows of its neighbours (`find`).
 
 A step takes the rows of this host. A micro-batch is the concatenation of the hosts'
 parts, and weights are summed on the devices, so that no host waits for another.

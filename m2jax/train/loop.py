@@ -1,8 +1,7 @@
 """The training loop over an iterator of batches: pre-training and SFT.
 
-Metrics of step N−1 are fetched while step N runs. A checkpoint holds the train state
-beside the data position and the time used, so that a killed run continues with the
-exact next batch.
+Metrics of step N−1 are fetched while step N runs. A checkpoint has the train state, the
+data position and the time used, so a killed run continues with exactly the next batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where the stages of a pre-training run are trained: meshes, hosts, resharding.
 
 A stage is trained on the job's mesh, or on one of its own over the same devices: where
-it begins, the state is resharded. A stage whose mesh has another number of devices is
-not trained by the job, which ends before it and resumes on those.
+it begins, the state is resharded. If a stage's mesh has another number of devices, the
+job ends before that stage and resumes on those devices.
 """
 
 from __future__ import annotations

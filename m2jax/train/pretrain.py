@@ -1,8 +1,8 @@
 """Pre-training on text: next-token prediction and MTP over rows of documents.
 
 Stages and phases (`stages`) are functions of the number of tokens consumed, which is
-part of the data position: a run that is killed and started again continues with the
-exact next batch, learning rate and MTP weight.
+part of the data position: a run that is killed and restarted continues with exactly the
+next batch, learning rate and MTP weight.
 
 With several hosts each reads, packs and places its own rows of every batch (`hosts`);
 a checkpoint has the position of all of them.
@@ -10,8 +10,8 @@ a checkpoint has the position of all of them.
 A stage may have a mesh of its own: where it begins, the state is resharded. A run ends
 before a stage whose mesh has another number of devices, and resumes on those.
 
-The step is compiled once for each stage and each pair of MTP weight and bias rate, of
-which a run has few.
+The step is compiled once for each stage and each pair of MTP weight and bias rate; a
+run has only a few.
 """
 
 from __future__ import annotations

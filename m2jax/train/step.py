@@ -3,12 +3,12 @@
 An `objective(logprob, batch) -> (loss, metrics)` is a sum over the loss terms of a
 forest: `nll` for pre-training and SFT, RL's own for RL. The MTP loss is over the same
 terms (facts/algorithms.md §4.1: L = main + λ/mtp · Σ_k L^k, mtp the number of modules),
-and so is the top-K KL that keeps drafts close to a policy that changes
-(`layers.draft_loss`), with a weight of its own.
-Losses and metrics are sums, so that a batch in parts gives the same update (law 3): a
-feed yields the sums of each part, rows of a forest (train/feeds.py) or a tree in chunks
-(train/chunks.py). On a mesh the model has explicit collectives; those of loss terms,
-optimizer and router bias are the compiler's, for arrays placed by `sharding`.
+and so is the top-K KL that keeps drafts close to a changing policy
+(`layers.draft_loss`), with a separate weight. Losses and metrics are sums, so that a
+batch in parts gives the same update (law 3): a feed yields the sums of each part, rows
+of a forest (train/feeds.py) or a tree in chunks (train/chunks.py). On a mesh the model
+has explicit collectives; those of loss terms, optimizer and router bias are the
+compiler's, for arrays placed by `sharding`.
 
 Axes: B rows, S tokens, M loss terms of a row, L layers, E experts; mtp modules.
 """

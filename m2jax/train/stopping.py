@@ -1,4 +1,4 @@
-"""A request to end a job, as SIGTERM is: answered at the next step boundary.
+"""A request to end a job, such as SIGTERM, handled at the next step boundary.
 
 A scheduler sends SIGTERM before it takes a machine away. Inside `deferred` it is a
 request: the body saves, and `deferred` raises KeyboardInterrupt when it is left.
@@ -31,7 +31,7 @@ def on_signal(number, frame) -> None:
 
 
 def request() -> None:
-  """Asks this process to end and, in a job of several, tells process 0."""
+  """Asks this process to end and, in a job of several, notifies process 0."""
   global _requested
   _requested = True
   client = distributed.global_state.client

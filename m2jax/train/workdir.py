@@ -33,7 +33,7 @@ class WorkdirError(RuntimeError):
 
 
 class OtherRun(WorkdirError):
-  """The workdir holds a run with other settings, or another process works in it."""
+  """The workdir has a run with other settings, or another process uses it."""
 
 
 class UnusableWorkdir(WorkdirError):
@@ -48,12 +48,12 @@ def open_workdir(
   Args:
     config: a dataclass of JSON-able values.
     workdir: created if missing; locked until this process ends.
-    fresh: delete the run that it holds.
+    fresh: delete the run in it.
     leads: False in the processes of a job other than the first, which has the lock and
       deletes.
 
   Raises:
-    OtherRun: it holds a run with other settings (names them), or one that is running
+    OtherRun: it has a run with other settings (names them), or one that is running
       (names its process). Settings alone do not count as a run.
     UnusableWorkdir: it cannot be created or written.
   """
