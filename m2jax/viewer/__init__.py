@@ -1,7 +1,7 @@
 """The trajectory page: people look at what a run sampled and trained.
 
 A read-only JSON API over a run's data pool (`api`), the page that shows it (`static`,
-`page`), annotations beside the run (`annotations`), and the same page as one file of a
+`page`), annotations of the run (`annotations`), and the same page as one file of a
 finished run (`export`). The gateway serves it while a job runs (`serving.attach`),
 `experiments.view` afterwards.
 

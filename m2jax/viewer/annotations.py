@@ -1,7 +1,7 @@
 """Later knowledge about a run's trajectories: an append-only file of JSON lines.
 
-A trajectory is written once; what people or programs find out later is beside it, in
-WORKDIR/annotations.jsonl, and never changes it. One object a line:
+A trajectory is written once; what people or programs find out later goes to
+WORKDIR/annotations.jsonl, and never changes it. One object per line:
 
   {"schema": 1, "time_s": …, "session": S, "kind": "note", "text": …,
    "completion": C or null, "token": index in its response or null}
@@ -10,8 +10,8 @@ WORKDIR/annotations.jsonl, and never changes it. One object a line:
 
 NAME is 'learner_logprob' or 'entropy', of the weights of version V (`experiments.replay
 --record` computes them). Several processes may append: each locks the file for a line.
-A full disk leaves no part of one; what a killed process leaves becomes a line of its
-own, which readers skip.
+A full disk leaves no partial line; what a killed process leaves becomes a separate
+line, which readers skip.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Annotations:
     completion: str | None = None,
     token: int | None = None,
   ) -> dict[str, Any]:
-    """Appends a note of a person; returns it.
+    """Appends a user's note; returns it.
 
     Raises:
       ValueError: the text is empty or too long; names the field.

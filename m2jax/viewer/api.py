@@ -10,10 +10,10 @@
   POST /view/api/annotations/SESSION {"text", "completion", "token"}
 
 All but the page need the run's key `view` as `Authorization: Bearer KEY`, which allows
-nothing else; links have it behind a `#`, which browsers do not send. Everything else is
-refused before it is looked at: a Host that is not this server's (DNS rebinding), an
-unknown field, a body above a few kB. Requests to the database run one at a time in a
-thread of their own, so that people who look at a run do not slow its gateway down.
+nothing else; links have it behind a `#`, which browsers do not send. Requests with a
+foreign Host (DNS rebinding), an unknown field or a body above a few kB are rejected
+before they are processed. Database queries run one at a time in a separate thread, so
+that viewers do not slow the run's gateway down.
 """
 
 from __future__ import annotations

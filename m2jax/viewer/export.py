@@ -2,8 +2,8 @@
 
 The index of all trajectories comes first, then the script, then one element per rollout
 group (and per 50 evaluations) with its bundle. Each is JSON, compressed with gzip and
-written in base64, which the browser decompresses when it is looked at: it shows the
-list while it still reads the rest of the file. Writing holds one group in memory.
+written in base64, which the browser decompresses when it is opened: it shows the list
+while it still reads the rest of the file. Writing needs one group in memory.
 """
 
 from __future__ import annotations

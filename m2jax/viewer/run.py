@@ -1,4 +1,4 @@
-"""One run that is looked at: its pool, tokenizer, settings and annotations."""
+"""A run to view: its pool, tokenizer, settings and annotations."""
 
 from __future__ import annotations
 

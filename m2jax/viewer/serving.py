@@ -1,4 +1,4 @@
-"""Where the page is served: on a job's gateway, or on a port of its own."""
+"""Serves the page on a job's gateway or on a separate port."""
 
 from __future__ import annotations
 
