@@ -1,4 +1,4 @@
-"""Uniform errors for invalid settings and input, and which a user has to act on."""
+"""Uniform errors for invalid settings and input, and which of them are user errors."""
 
 from __future__ import annotations
 

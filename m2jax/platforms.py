@@ -1,8 +1,8 @@
-"""The implementation of the platform that a program is lowered for.
+"""Dispatches on the platform that a program is lowered for.
 
 `lax.platform_dependent` traces the branches of all platforms and drops all but one when
-the program is lowered. Of tracing a model for a CPU that is more than half. A process
-that compiles for its own devices only can say so, and the others are not traced.
+the program is lowered. This is over half of CPU tracing time. A process that compiles
+only for its own devices can declare that, and the others are not traced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _own_only = jax.make_user_context(False)
 
 
 def dependent(*args: Any, default: Callable[..., Any], **branches: Any) -> Any:
-  """`lax.platform_dependent`: the branch of the platform lowered for, or `default`."""
+  """`lax.platform_dependent`: the branch of the target platform, or `default`."""
   # Beside an accelerator a program may also be lowered for the host's CPU.
   if _own_only.value and jax.default_backend() == 'cpu':
     return branches.get('cpu', default)(*args)
@@ -32,5 +32,5 @@ def own_only() -> None:
 
 
 def any_platform() -> contextlib.AbstractContextManager[None]:
-  """What is traced in it can be lowered for every platform, ahead of time."""
+  """What it traces can be lowered for every platform, ahead of time."""
   return _own_only(False)

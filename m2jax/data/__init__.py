@@ -1,4 +1,4 @@
-"""Training data as deterministic streams that resume at the exact next batch.
+"""Training data as deterministic streams that resume at exactly the next batch.
 
 texts = text_files.TextFiles(text_files.find(root, ('.py',)), root=root)
 tokens = documents.Encoded(texts, encode)

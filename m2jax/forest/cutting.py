@@ -2,7 +2,7 @@
 
 Tokens with more than C tokens in their subtree (themselves included) form the *trunk*,
 which is closed under parents. The subtrees attached to it have at most C tokens: the
-*pieces*. The plan traverses the trunk depth first. The device holds one root path at a
+*pieces*. The plan traverses the trunk depth first. The device stores one root path at a
 time, the *stack*, with slot = position:
 
   push  a segment of the path: its keys, values and states are put on the stack;

@@ -1,10 +1,9 @@
 """SwiGLU experts on a CPU without gradients: batched matmuls over all experts.
 
 Σ_k w_k · (silu(x·gate_k) ⊙ x·up_k)·down_k, as in `experts`, for the rollout engine.
-Every expert gets room for C of its tokens, and two batched matmuls read its matrices
-where they are; a loop over tiles (`tiled`) copies them out first, which for few tokens
-is most of the time. The assignments beyond C, if an expert has more, are computed in
-such a loop.
+Every expert has space for C of its tokens, and two batched matmuls read its matrices in
+place; a loop over tiles (`tiled`) would first copy them, which takes most of the time
+for few tokens. Such a loop computes the assignments beyond C, if an expert has more.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden, C rows of an
 expert; n blocks of b tokens; columns 2·F, and 2·E·F × E·F of the dense form.

@@ -32,7 +32,7 @@ def order(
   number of assignments of each expert, without those of id E.
 
   Raises:
-    ValueError: (E + 1)·A is 2**32 or more; more rows than any device's memory holds.
+    ValueError: (E + 1)·A is 2**32 or more; more rows than fit any device's memory.
   """
   sizes = num_experts + 1
   if sizes * ids.size >= 2**32:

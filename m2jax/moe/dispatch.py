@@ -1,7 +1,7 @@
 """Dropless expert parallelism: experts are split over devices, tokens reach them all.
 
-Devices along the expert axis hold E/n experts and different tokens. There are three
-exact methods, for a router that may send every token to one device:
+Devices along the expert axis have E/n experts each and different tokens. There are
+three exact methods, for a router that may send every token to one device:
 
   gather  Tokens of the n devices are gathered, each device runs its own experts on
           those that chose them, and the sums are scattered back. This moves n·T·D
@@ -12,7 +12,7 @@ exact methods, for a router that may send every token to one device:
           the same program for platforms without a ragged all-to-all. For tests.
 
 A dropless plain all-to-all would send each token to each device at most once, in parts
-padded to T rows: n·T·D numbers, as many as `gather` moves without sorting. Hence
+padded to T rows: n·T·D numbers, the same as `gather` moves without sorting. Hence
 `gather` where XLA has no ragged all-to-all (CPU), and by default everywhere but on TPU.
 
 Axes: T tokens of a device, D model, E experts, El = E/n experts of a device, k experts

@@ -8,8 +8,8 @@ on them, and the results return. Rounds go on until the longest queue is empty: 
 round if no device gets more than C rows, and exact for every routing. All devices
 compute the number of rounds from the same counts.
 
-The backward pass runs the same rounds with the cotangents beside the rows. It
-recomputes the experts of a round, so that nothing of a round is saved.
+The backward pass runs the same rounds and also exchanges cotangents. It recomputes the
+experts of a round, so a round saves nothing.
 
 Axes: T tokens of a device, D model, E experts, El = E/n experts of a device, k experts
 of a token, A = T·k assignments, F expert hidden, n devices of the expert axis, C rows

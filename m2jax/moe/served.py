@@ -1,8 +1,8 @@
-"""A layer's experts in the form that a rollout engine's calls want on a CPU.
+"""A layer's experts in the forms that a rollout engine's calls use on a CPU.
 
-`prepare` puts two forms in place of the matrices `gate` and `up`: gate and up in one
-(`batched.fused`), and one for calls of a few tokens (`batched.dense` or
-`batched.separate`). XLA would make them again in every call.
+`prepare` replaces the matrices `gate` and `up` by two forms: gate and up in one
+(`batched.fused`), and one for small batches (`batched.dense` or `batched.separate`).
+XLA would otherwise make them in every call.
 
 Axes: T tokens, D model, k experts of a token.
 """

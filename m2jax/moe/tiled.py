@@ -5,8 +5,8 @@ expert are divided into tiles. A tile gathers its tokens, runs all three matmuls
 that the activations between them stay in the cache, and adds to its tokens' results.
 There are two sizes of tiles: large ones are full, and the remaining assignments of an
 expert go to small ones, because matmuls of many rows are faster, but empty rows cost as
-much as others. An empty row computes some token with a weight of 0. The backward pass
-is such loops again, written out. An expert without tokens has no tile, so the cost does
+much as full ones. An empty row computes an arbitrary token with weight 0. The backward
+pass has such loops, written out. An expert without tokens has no tile, so the cost does
 not grow with E.
 
 Axes: T tokens, D model, E experts, k experts of a token, F expert hidden; n tiles of b

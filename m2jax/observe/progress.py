@@ -1,6 +1,6 @@
 """What a job is doing now, in words and counts, for views and logs.
 
-What takes long says so where it happens:
+Long operations report where they happen:
 
   report = progress.counted('compiling the engine', len(shapes))
   for shape in shapes:

@@ -45,7 +45,7 @@ def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def moving_average(values: Iterable[float], window: int) -> list[float]:
-  """Trailing mean of the last `window` values, or of as many as there are yet.
+  """Trailing mean of up to the last `window` values.
 
   Non-finite values are ignored; a window without finite values gives NaN.
 

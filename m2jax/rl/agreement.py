@@ -1,14 +1,14 @@
 """How far the learner and the engine that sampled disagree about the same weights.
 
 Both compute the log-probability of each sampled token, by different programs: rows of
-merged trees here, pages and single steps there. For responses that were sampled by
-exactly the weights that are trained the difference should only be rounding, and what is
-more is an error or a difference of precision that importance ratios then carry
-(docs/facts/rl-systems.md §5). Tokens that these weights have sampled after older ones
-differ for a good reason, since they saw keys and values of those: several nats are
-usual. So do tokens of older weights; they are in `cispo.metrics`. If expert ids are
-replayed, the share of tokens for which the learner's router would choose others is
-measured too.
+merged trees here, pages and single steps there. For responses sampled entirely by the
+weights in training the difference should be rounding only; more is an error or a
+difference of precision, which then enters the importance ratios
+(docs/facts/rl-systems.md §5). Tokens that these weights sampled after older ones differ
+for a good reason, since they attended to the older weights' keys and values: several
+nats are usual. Tokens of older weights differ too; `cispo.metrics` has those. If expert
+ids are replayed, the share of tokens for which the learner's router would choose others
+is measured too.
 
 Axes: B rows, M loss terms of a row.
 """

@@ -117,7 +117,7 @@ CISPO = Estimator()
 
 
 def make(kind: str, **parameters: float | str | None) -> Estimator:
-  """The estimator of a kind; None stands for the kind's default.
+  """The estimator of a kind; a field of None is the kind's default.
 
   Raises:
     ValueError: an unknown kind, or a parameter out of range.

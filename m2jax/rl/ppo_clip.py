@@ -10,7 +10,7 @@ GRPO's (arXiv:2402.03300) has ε_low = ε_high and 1/G Σ_i 1/|o_i| Σ_t in plac
 (`terms.weights`): 'trajectory' for GRPO, 'token' for DAPO.
 
 Unlike CISPO's, a clipped term has no gradient: it is clipped if Â > 0 and
-r > 1 + ε_high, or if Â < 0 and r < 1 − ε_low. For Â < 0 no bound holds from above.
+r > 1 + ε_high, or if Â < 0 and r < 1 − ε_low. For Â < 0 there is no upper bound.
 
 Axes: *M loss terms, in arrays of any shape; one is one sampled token of one sample.
 """

@@ -5,8 +5,8 @@ Forge's reward (facts/m2-and-forge.md §4.8, §4.10; DESIGN §6); a step t is a 
   r_t = α · process_t + β · speed_t + perf_t        speed = h(T / T_baseline)
   G_t = Σ_{τ ≥ t} γ^{τ−t} r_τ                       Â_t = G_t − B
 
-with h decreasing; perf_t is what the environment or the agent paid for the step
-(`Trajectory.rewards`), at the last step with the success. The report discloses the form
+with h decreasing; perf_t is the turn reward of environment or agent
+(`Trajectory.rewards`), at the last step plus the success. The report discloses the form
 only. Undisclosed, and therefore our choice: α, β, γ, h, T_baseline and the size of the
 process terms; that speed and success are paid at the last step; that speed is paid only
 on success; that B is the mean return of the group. The report's process term also

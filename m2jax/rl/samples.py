@@ -77,5 +77,5 @@ def from_group(
 
 
 def _of_keys(lags: np.ndarray) -> np.ndarray:
-  """Tells tokens of these weights whose response others have begun (`Forest.lag`)."""
+  """Marks tokens of these weights in responses begun by others (`Forest.lag`)."""
   return np.where((lags == 0) & lags.any(), forest.OLDER_KEYS, lags)

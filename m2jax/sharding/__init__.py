@@ -1,7 +1,7 @@
 """Sharding: rules from logical to mesh axes, as data; placement and collectives.
 
 Five mesh axes: `data` replicates the weights, `fsdp` and `context` also store a shard
-of them, `expert` holds different experts, `tensor` splits matrices. One `Rules` maps
+of them, `expert` splits the experts, `tensor` splits matrices. One `Rules` maps
 each logical axis to mesh axes. There are four kinds of logical axes:
 
   batch     rows B, tokens S: every device has its own tokens

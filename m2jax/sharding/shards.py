@@ -168,7 +168,7 @@ class Sharding:
   def token_index(self, count: int) -> jax.Array:
     """[count] int32: indices in their row of this device's tokens, ascending.
 
-    The zigzag layout: a row is divided into twice as many runs as devices, and each
+    The zigzag layout: a row is divided into two runs per device, and each
     device has one from the front and its mirror image from the back. Later tokens see
     more keys; so divided, all devices have the same number of query-key pairs.
     """

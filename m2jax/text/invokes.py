@@ -9,7 +9,7 @@ same for `</parameter>` and `</invoke>` (facts/clients-and-peers.md §1):
   or by the end of the surrounding text; without one, the first closing tag. A raw
   `</parameter>` inside a value is part of the value, as in M2's official API.
 - `m2.1` (M2.1, M2.5, M2.7): the first closing tag. A raw `</parameter>` ends the value.
-  So that nobody executes a call with half of a value, a call is malformed if text is
+  So that a call with half of a value is never executed, a call is malformed if text is
   left over in it, if a closing tag is left over behind it, or if a value contains the
   opening tag of another element.
 

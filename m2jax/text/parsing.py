@@ -5,9 +5,9 @@ Source: facts/m2-and-forge.md §2.2. The input follows the generation prompt
 tokens, such as a tool call quoted from a file, are text. Reasoning and content lose
 only the newlines that the template writes, so that parsing inverts rendering;
 parameters are typed by the tool's schema, strings verbatim (`arguments`); `invokes`
-says where a value ends. Unlike vLLM, which returns whatever it finds, calls with a
-broken structure are separate. Nothing that the model wrote is lost: text after a call
-is content, and what cannot be read is in `Message.call_text`.
+determines where a value ends. Unlike in vLLM, which returns whatever it finds, calls
+with a broken structure are separate. All of the model's text is returned: text after a
+call is content, and unreadable calls are in `Message.call_text`.
 
 `parse` and streaming use the same incremental parser, so that they cannot disagree.
 """
