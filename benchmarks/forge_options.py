@@ -6,7 +6,7 @@
 Runs `configs/forge.py:smoke`, SFT and RL of a tiny M2 in the real environment, as a
 program of its own for each option, with the flags of `OPTIONS` in both phases; the
 router's bias is always on. Other flags, `--config.sft.loop.steps=100`, are for every
-run. Few steps: the table tells whether the options run together, not what they are
+run. Few steps: the table shows whether the options run together, not what they are
 worth (docs/optimizers.md, docs/low_precision.md).
 
 `SFT loss` is that of the first and the last record, `updates` of RL; `mismatch` the

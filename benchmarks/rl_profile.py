@@ -142,7 +142,7 @@ def totals(
 ) -> dict[str, dict[str, float]]:
   """By phase: processor seconds of each part, and `seconds`, the time it took.
 
-  The time between two readings counts for the phase in which its middle lies.
+  The time between two readings counts for the phase at its middle.
   """
   out: dict[str, collections.Counter] = {
     phase: collections.Counter(seconds=0.0) for phase in ('waiting', 'training')

@@ -97,7 +97,7 @@ def start() -> dict[str, sides.Side]:
 
 
 def best_batch_size(side: sides.Side, directory: str, requests: int) -> int:
-  """transformers' fastest for so many requests."""
+  """transformers' fastest batch size for this number of requests."""
   found = {}
   for size in sorted({min(size, requests) for size in _BATCH_SIZES.value}):
     made = dict(directory=directory, batch_size=size, threads=_THREADS.value)

@@ -4,7 +4,7 @@ python -m benchmarks.second_verifier_terminal --workdir=workdir/terminal_gym --t
 
 The first verifier compares the end state with the one that the task's generator knew
 when it made the workspace. This one reads the workspace as it is, derives the end state
-from it and from the values that the statement tells, by other means and in plain
+from it and from the values that the statement gives, by other means and in plain
 Python, and judges with rules of its own. Both judge several ends of each task: nothing
 done, the solution, the solution with a line lost, with a stray file, and with an input
 removed. A different verdict is a disagreement; so is a solution that does not pass

@@ -1,7 +1,7 @@
 """The sides of a comparison: worker processes that answer commands, line by line.
 
 A worker reads one JSON object per line from stdin and answers each with one line; an
-answer with `error` tells why a command failed.
+answer with `error` gives the reason why a command failed.
 """
 
 from __future__ import annotations

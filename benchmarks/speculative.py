@@ -7,7 +7,7 @@ A small M2 with three MTP modules is pre-trained on Python's standard library (t
 and the modules together, as `pretrain.fit` does; DIR/pretrain has its checkpoints,
 from which another run goes on). With --agreeing=NOISE nothing is trained: the model is
 that of `benchmarks.rollout` (13.5M parameters without modules), random, but made so
-that modules and trunk predict much the same. That tells the speed at the acceptance
+that modules and trunk predict much the same. That gives the speed at the acceptance
 that the table shows, of a model of which a step for few rows mostly reads weights. A
 module costs as much as a layer: with --layers=16 less of the trunk than with 4.
 
@@ -16,7 +16,7 @@ that arrive together, each drawing --new tokens:
 
   0         by an engine without modules: the baseline
   1, 2, 3   with that number of drafts in every step
-  adaptive  with as many as `serving.drafting` chooses; in brackets its number of drafts
+  adaptive  with the number that `serving.drafting` chooses, in brackets
             at the end
 
 All sides take turns in each of --rounds rounds, so that other load on the machine

@@ -8,8 +8,8 @@
 if its `config.roles.pool_url` is the copy's. `atif` is one ATIF document a line
 (`pool.atif`), of the trajectories that have messages; read back, they belong to no work
 item, and without `--trusted` they are not judged. The job logs how many replies have no
-token ids, since those were pruned or cannot be told, and how many completions are in
-`extra`, since no reply shows them. The pool may be in use while it is written.
+token ids, since those were pruned or cannot be determined, and how many completions are
+in `extra`, since no reply shows them. The pool may be in use while it is written.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Candidate:
     draft: the task; None if the stage rejected it.
     text: the part of its texts that is its own; near-duplicates are found by it, unless
       there is `own`.
-    own: where texts come from a template, what tells a task from the others of its
+    own: where texts come from a template, what distinguishes a task from others of its
       template, each fact with the question that is asked about it: data, parameters,
       results, not their wording.
     reason: why there is no draft.

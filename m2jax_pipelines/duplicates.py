@@ -17,7 +17,7 @@ from pathlib import Path
 
 _PERMUTATIONS = 128
 _RUN_WORDS = 3
-# The index is to miss few pairs (first weight: of pairs that it proposes in vain).
+# The index should miss few pairs (first weight: of pairs that it proposes wrongly).
 _WEIGHTS = (0.01, 0.99)
 _CONTAMINATED_WORDS = 13
 _WORD = re.compile(r'\w+|[^\w\s]')

@@ -1,6 +1,6 @@
 """Sources at hand: installed Python distributions and Debian packages.
 
-A dataset's `sites/KEY` holds Python packages for its sandboxes. `site` fills it from
+A dataset's `sites/KEY` has Python packages for its sandboxes. `site` fills it from
 the distributions of this interpreter, without network. `debian` finds or unpacks a
 Debian package, with its provenance.
 """

@@ -1,4 +1,4 @@
-"""What tells a problem of reasoning-gym from the others of its generator, by its data.
+"""The data that distinguish a problem of reasoning-gym from others of its generator.
 
 Questions of a generator have one template or a few, so that their words are alike and
 one problem is asked in several wordings. Its facts are the data that the package's

@@ -117,7 +117,7 @@ _RELATIONS = {
 
 
 def _is_woman(name: str, married: Sequence[frozenset[str]]) -> bool | None:
-  """By the name, else by that of the spouse; None if neither tells."""
+  """By the name, else by that of the spouse; None if neither decides."""
   if name in _MEN or name in _WOMEN:
     return name in _WOMEN
   for couple in married:

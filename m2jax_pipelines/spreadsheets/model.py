@@ -42,7 +42,7 @@ class Model:
   cells: given cells.
   changing: what may change, in words.
   inputs: the cells that may change: all that a formula should depend on.
-  draw: draws another value for each input; now and then one that tells wrong formulas.
+  draw: draws another value for each input; sometimes one that exposes wrong formulas.
   wanted: cell → what is wanted there.
   oracle: cells → value of each wanted cell.
   """

@@ -31,7 +31,7 @@ def may_start(audited):
 
 
 def stay():
-  """From here on fork and its like are `PermissionError`, in this process for ever.
+  """From here on fork and similar calls raise `PermissionError` in this process.
 
   Raises:
     OSError: the kernel has no filters.

@@ -45,7 +45,7 @@ def repair(
   gone: Iterable[str] = (),
   details: Mapping[str, Any] | None = None,
 ) -> harbor.Draft:
-  """A task to change sources so that F2P ∧ P2P holds.
+  """A task to change sources so that F2P ∧ P2P is true.
 
   Args:
     before: sources as the agent gets them, where they differ from the release.

@@ -168,7 +168,7 @@ async def build(
   seconds = {t: r.get('s', 0.0) for t, r in ran.tests.items() if r['status'] in _PASS}
   chosen = _fastest(seconds, test_s, suite_s)
   files = [f for f in files if any(t.startswith(f'{f}::') for t in chosen)]
-  # As for the verdict: tests that need a process of which no event tells are left out.
+  # As for the verdict: tests that need a process that raises no event are left out.
   alone_ = not alone.may_start(audited(ran))
   request = dict(roots=roots, files=files, keep=chosen, alone=alone_)
   # In the look that canaries have (canaries.py), which a few tests may be sensitive to.

@@ -153,7 +153,7 @@ def written_test(config, tree):
     statuses = set(results.values())
     if variant == 'third':
       if not statuses & {'FAILED', 'ERROR'}:
-        raise Failed('the test tells the bug, but not the right results from others')
+        raise Failed('the test detects the bug, but accepts other wrong results')
       continue
     if 'ERROR' in statuses or not results:
       raise Failed(f'the test cannot be run on {variant}: {sorted(statuses)}')

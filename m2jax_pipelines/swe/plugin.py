@@ -116,7 +116,7 @@ class Plugin:
     plain, stored = self._plain()
 
     def observe(item, unseen):
-      """Compares if the test fails, or if code ran that `unseen` tells of."""
+      """Compares if the test fails, or if code ran that `unseen` reports."""
       util._config = util._reprcompare = util._assertion_pass = None
       error, before = None, threads()
       started = self._times()

@@ -1,11 +1,11 @@
 """Stages 1, 3 and 4 for real changes: consecutive releases of a package.
 
-The newer release's tests on the older release's sources tell what changed (facts
+The newer release's tests on the older release's sources show what changed (facts
 §3.3). Tags and routing: a test that fails there and existed is F2P of a *bug*; tests
 that only the newer one has, or that cannot be imported before, are the new test points
-of a *feature*; a change of tests alone is *test*, and one that no test tells from the
-older sources is *performance* if some take significantly less time, else *refactor*.
-Changes of tests and refactorings have no verifier and are rejected.
+of a *feature*; a change of tests alone is *test*, and one that no test distinguishes
+from the older sources is *performance* if some take significantly less time, else
+*refactor*. Changes of tests and refactorings have no verifier and are rejected.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def candidate(
   if not f2p:
     texts = {p: d.decode(errors='replace') for p, d in changed.items()}
     found = None if gone else await _performance(env, context, tree, texts, id_)
-    reason = 'refactor: no test tells the releases apart, by result or time'
+    reason = 'refactor: no test distinguishes the releases, by result or time'
     return found or rejected('refactor', reason)
   if not p2p:
     return rejected('feature', 'no test passes on both releases')

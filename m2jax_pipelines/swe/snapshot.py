@@ -1,8 +1,8 @@
 """Functions and classes that decide on a result, compared with those at the start.
 
-They are of pytest, of what it calls with its own objects, of builtins and time; see
-harness.py. Code under test can replace them, or what their closures hold, and no audit
-event tells of it.
+They belong to pytest, to what it calls with its own objects, to builtins and time; see
+harness.py. Code under test can replace them, or values in their closures, without an
+audit event.
 
 Standard library only: the file is copied into each task.
 """
@@ -133,7 +133,8 @@ class _Holder:
 
 
 class _Inside:
-  """What a function uses that no event tells of: its variables and keyword defaults."""
+  """What a function uses without raising an event: its variables and keyword
+  defaults."""
 
   order = None
 

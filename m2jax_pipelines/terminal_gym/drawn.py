@@ -35,9 +35,9 @@ class Drawn:
 
   Attributes:
     files: relative path → content of the workspace.
-    values: slot → text; what a statement tells, and solutions need.
-    indirect: slot → description that stands for the value in indirect statements. The
-      workspace tells the value, and it is unique there.
+    values: slot → text; what a statement gives, and solutions need.
+    indirect: slot → description that replaces the value in indirect statements. The
+      workspace contains the value, and it is unique there.
     goal: what to do, in one or two sentences.
     steps: how, with names of commands.
     format: format of the results, as NOTES.md states it.

@@ -8,7 +8,7 @@ The report's stage 3 takes a reference solver's pass rate and the number of repa
     first     runs the first step of the solution
     partial   runs all steps but the last
     untidy    solves it and leaves a temporary file
-    literal   solves it with the values that the statement tells, and nothing else
+    literal   solves it with the values that the statement gives, and nothing else
     noisy     solves it, with a fault in each step with probability 0.3: a wrong flag,
               or the step left out; several trials
     full      the solution

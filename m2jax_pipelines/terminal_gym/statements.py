@@ -57,7 +57,7 @@ def scripted(drawn: Drawn, depth: int) -> str:
 
 
 def stated_values(drawn: Drawn, depth: int) -> Mapping[str, str]:
-  """Slot → its value, or the description that stands for it."""
+  """Slot → its value, or the description that replaces it."""
   return {**drawn.values, **drawn.indirect} if depth >= 2 else drawn.values
 
 
@@ -69,11 +69,11 @@ def problem(drawn: Drawn, depth: int, text: str) -> str:
   for slot, value in drawn.values.items():
     hidden = depth >= 2 and slot in drawn.indirect
     if hidden and value in text:
-      return f'it tells {value!r}, which this variant must describe instead'
+      return f'it names {value!r}, which this variant must describe instead'
     if not hidden and f'@{slot}@' in used and value not in text:
-      return f'it does not tell {value!r}'
+      return f'it does not name {value!r}'
   if depth >= 1 and any(drawn.filled(c) in text for c in drawn.commands):
-    return 'it tells a command of the solution'
+    return 'it names a command of the solution'
   if depth == 3 and NOTES not in text:
     return f'it does not refer to {NOTES}'
   if depth < 3 and RULE not in text:

@@ -31,7 +31,7 @@ def equal(answer, expected):
 
 
 def main(work, expected_path, reward_path):
-  """For Harbor tasks: judges a file that holds the answer alone."""
+  """For Harbor tasks: judges a file that contains only the answer."""
   with open(expected_path, encoding='utf-8', newline='') as file:
     expected = file.read()
   try:

@@ -90,7 +90,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-  """Step `index` of a program stands as `step` in the file."""
+  """Step `index` of a program is `step` in the file."""
 
   index: int
   step: Step

@@ -105,7 +105,7 @@ class RepairTask:
   async def open(
     self, *, backend: str = 'namespaces', limits: sandbox.Limits | None = None
   ) -> AsyncIterator[task_lib.Environment]:
-    """Opens a sandbox that holds the file; see `tasks.Task.open`."""
+    """Opens a sandbox with the file; see `tasks.Task.open`."""
     limits = limits or sandbox.Limits()
     async with await _sandbox(self.broken.encode(), backend, limits) as box:
       execute = functools.partial(self._execute, box)
