@@ -323,9 +323,10 @@ def summary(cluster: Cluster) -> dict[str, float]:
   """What a replay shows.
 
   hit_rate: share of the prompts' tokens that were cached when their request began.
-  ttft_p50_s, ttft_p99_s: from a request to its first token. tokens_per_s: of responses.
+  ttft_p50_s, ttft_p99_s: time from a request to its first token.
+  tokens_per_s: response tokens per second.
   balance: mean over maximum of the replicas' busy time, 1 if all worked the same.
-  computed_tokens: of prompts, again after retractions included.
+  computed_tokens: tokens computed of prompts, recomputation after retractions included.
   predicted: share of the prompts' tokens that the router expected to be cached.
   """
   counts = [replica.batcher.counts for replica in cluster.replicas]

@@ -90,8 +90,8 @@ def family(text: str) -> str | None:
   for couple, after in zip(
     married, re.split(r'\w+ is married to \w+\.', text)[1:], strict=True
   ):
-    if told := re.match(r' They have (?:a child|children) called ([^.]*)\.', after):
-      for child in re.split(r', | and ', told.group(1)):
+    if named := re.match(r' They have (?:a child|children) called ([^.]*)\.', after):
+      for child in re.split(r', | and ', named.group(1)):
         parents[child] = couple
   asked = text.splitlines()[-1]
   one, other = re.search(r'is (\w+) (?:related )?to (\w+)\?', asked).groups()
@@ -158,7 +158,7 @@ def _relation(one, other, parents, married) -> str | None:
 
 
 def syllogism(text: str) -> str:
-  """Whether a conclusion holds in every world where the premises do.
+  """Whether a conclusion is true in every world where the premises are.
 
   A world is the set of kinds of things that there are, each in some of the three terms;
   something is in each term, as in Aristotle's logic.
@@ -188,17 +188,17 @@ def _holds(line: tuple[str, str, str, str], world) -> bool:
 
 def statements(text: str) -> str:
   """How many assignments of true and false fit statements about each other."""
-  told = re.findall(r"Statement \d+: '(.*?)'", text)
-  rules = [_rule(one) for one in told]
+  said = re.findall(r"Statement \d+: '(.*?)'", text)
+  rules = [_rule(one) for one in said]
   count = 0
-  for truth in itertools.product((False, True), repeat=len(told)):
+  for truth in itertools.product((False, True), repeat=len(said)):
     count += all(rule(truth) == t for rule, t in zip(rules, truth, strict=True))
   return str(count)
 
 
-def _rule(told: str) -> Callable[[tuple[bool, ...]], bool]:
+def _rule(said: str) -> Callable[[tuple[bool, ...]], bool]:
   if found := re.match(
-    r'(At least|At most|Exactly) (\d+) of .* are (true|false)', told
+    r'(At least|At most|Exactly) (\d+) of .* are (true|false)', said
   ):
     compare, number, value = (
       found.group(1),
@@ -211,11 +211,11 @@ def _rule(told: str) -> Callable[[tuple[bool, ...]], bool]:
       'Exactly': truth.count(value) == number,
     }[compare]
   if found := re.match(
-    r'Either Statement (\d) or Statement (\d) is true, but not', told
+    r'Either Statement (\d) or Statement (\d) is true, but not', said
   ):
     one, other = (int(n) - 1 for n in found.groups())
     return lambda truth: truth[one] != truth[other]
-  value, prime = re.match(r'The number of (\w+) statements is a (\w+)', told).groups()
+  value, prime = re.match(r'The number of (\w+) statements is a (\w+)', said).groups()
 
   def divided(n: int) -> bool:
     return any(n % d == 0 for d in range(2, n))
@@ -270,10 +270,10 @@ def _dates(text: str) -> list[datetime.date] | None:
 def _from_new_year(text: str) -> str | None:
   """A weekday by that of January 1; None if it depends on the year's leap day."""
   (start,) = set(re.findall(_DAY, text.partition('?')[0].partition('. ')[0])) or (None,)
-  told = list(
+  dates = list(
     re.finditer(_DATE, text.replace('January 1st', '').replace('January 1 ', ''))
   )
-  month, day = _MONTHS.index(told[0]['month']) + 1, int(told[0]['day'])
+  month, day = _MONTHS.index(dates[0]['month']) + 1, int(dates[0]['day'])
   passed = [
     (datetime.date(year, month, day) - datetime.date(year, 1, 1)).days % 7
     for year in (2022, 2024)

@@ -56,7 +56,7 @@ def _dense(q, k, v, tables, position):
 
 
 def _ragged(q, k, v, tables, position):
-  """jax's ragged paged attention, and making its layout of pages: K and V by turns."""
+  """jax's ragged paged attention, with its layout of pages: K and V alternating."""
   from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 
   (rows, chunk, heads, dim), (kv_heads, pages, page, _) = q.shape, k.shape

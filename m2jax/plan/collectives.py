@@ -36,7 +36,7 @@ class Collective:
     kind: one of KINDS.
     bytes: size of the whole array on one device: the result of an all-gather or a
       permute, the operand of an all-reduce, a reduce-scatter or an all-to-all. For a
-      ragged all-to-all, the smaller of its two buffers: the larger has room for the
+      ragged all-to-all, the smaller of its two buffers: the larger is sized for the
       worst case.
     group: devices that communicate, as positions in the mesh; the first group.
     times: number of its runs in one run of the program.

@@ -106,7 +106,7 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
       for name, attack in questions.items():
         answers[name] = (await box.exec(attack)).returncode != 0
       await box.exec('touch made-by-command')
-      # RLIMIT_CORE stops files and pipes; a socket is fed all the same.
+      # RLIMIT_CORE stops files and pipes; a socket still gets the dump.
       with open('/proc/sys/kernel/core_pattern') as f:
         answers['core dump handlers'] &= not f.read().startswith('@')
       owner = (box.workspace / 'made-by-command').stat().st_uid

@@ -44,7 +44,7 @@ class Rules:
     model, expert_model: D of dense and of expert matrices, in storage only.
     dispatch: how tokens are sent to experts on other devices, one of `moe.dispatch`'s
       implementations; None resolves by the target platform.
-    exchange_factor: rows that a device has room for in a round of `moe.exchange`, in
+    exchange_factor: rows that a device can receive in a round of `moe.exchange`, in
       multiples of those that it sends: 1.25 makes one round of an imbalance of 25 %.
     gradient_dtype: in which devices exchange and sum the gradients of weights that are
       split in storage; None is the weights' own. 'bfloat16' halves the bytes of these

@@ -240,7 +240,7 @@ def stack_slots(buckets: forest.Buckets) -> int:
 def _window(start, slots, tokens: int):
   """A run's slots, moved back into the stack: the first, and by how many.
 
-  A run is padded, and its padding may lie beyond the stack.
+  A run is padded, and its padding may extend beyond the stack.
   """
   at = jnp.minimum(start, slots.shape[_SLOTS] - tokens)
   return at, start - at

@@ -67,7 +67,7 @@ def wrong(shape):
 
 
 def _extra(shape, side):
-  """Points of an inset above the usual one, which the estimate has room for."""
+  """Points of an inset above the usual one, which the estimate allows for."""
   usual = MARGINS[side]
   return max(0, int(_body(shape, side, usual)) - usual) / EMU_PER_POINT
 

@@ -132,7 +132,7 @@ def least_points(deck):
 
 
 def _check_text(number, shape, least):
-  """Raises Wrong if text is small, or more than its box has room for."""
+  """Raises Wrong if text is small, or does not fit into its box."""
   if not shape.text_frame.text.strip():
     return
   sizes = [s for runs, _ in look.paragraphs(shape) for t, s, _ in runs if t.strip()]

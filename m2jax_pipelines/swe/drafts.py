@@ -29,7 +29,7 @@ _SPARE_S = 10.0
 
 
 def limit_s(env: Environment) -> float:
-  """Time for the tests of a package, on a busy machine."""
+  """Time for the tests of a package, on a loaded machine."""
   return round(_SPARE_S + 8 * (env.import_s + sum(env.seconds.values())), 1)
 
 

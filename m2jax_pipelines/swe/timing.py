@@ -19,7 +19,7 @@ async def significant(
 ) -> tuple[list[str], float]:
   """Tests that take longer on another tree, and how many times all of them do.
 
-  A gain of twice `LEAST` is asked for, so that the same comparison with `LEAST` holds
+  A gain of twice `LEAST` is asked for, so that the same comparison with `LEAST` passes
   again and again in the admission.
   """
   pairs, files = [], sorted({drafts.test_file(t) for t in tests})

@@ -161,7 +161,7 @@ class Drafted:
 class ResultTokens:
   """JetStream's ResultTokens, with log-probabilities added.
 
-  `data` [S, 3] int32 holds the columns token, valid, length; `log_prob` is [S, 1].
+  `data` [S, 3] int32 has the columns token, valid, length; `log_prob` is [S, 1].
   """
 
   data: jax.Array

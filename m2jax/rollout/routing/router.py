@@ -242,8 +242,8 @@ class Router(Serving):
     """The sums of the replicas' statistics, totals of former ones included.
 
     Also replicas, living_replicas, lost_replicas, resubmissions, and
-    predicted_hit_tokens: of prompts, that were expected to be cached when they were
-    sent. policy_version is the least.
+    predicted_hit_tokens, the prompts' tokens that were expected to be cached when they
+    were sent. policy_version is the least.
     """
     with self._lock:
       living = [self._replicas[r.number] for r in self._living()]

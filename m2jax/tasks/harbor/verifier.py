@@ -155,7 +155,7 @@ def _copies(source: str, name: str, changed_ns: int) -> tuple[str, ...]:
       path = os.path.join(directory, one)
       is_module = stem == name and kind.rpartition('.')[2] in ('py', 'pyc', 'pyo', 'so')
       if not os.path.isfile(path) or os.path.islink(path):
-        continue  # opening a pipe would wait for ever
+        continue  # opening a pipe would block forever
       if is_module or _contains(path, name):
         found.append(f'{inside}{one}')
   return tuple(found)
