@@ -87,7 +87,7 @@ def start(directory: str) -> dict[str, sides.Side]:
 
 
 def percentiles(answer: dict) -> dict[str, float]:
-  """Of a round, in ms."""
+  """The percentiles of a round, in ms."""
   short, long = (
     [r for r in answer['requests'] if r['kind'] == kind] for kind in ('short', 'long')
   )
@@ -107,7 +107,7 @@ def percentiles(answer: dict) -> dict[str, float]:
 
 
 def measure() -> dict[str, dict[str, list[dict]]]:
-  """By load and arrangement, the percentiles of each round."""
+  """(load, arrangement) → the percentiles of each round."""
   found: dict[str, dict[str, list[dict]]] = {}
   loads = {'quiet': 0.0, 'heavy prefill': _LONG_RATE.value}
   arrangements = {

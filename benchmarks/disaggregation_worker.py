@@ -64,7 +64,7 @@ class Server:
   """Schedulers over one engine, by the prefill budget between two decode calls."""
 
   def __init__(self, address: str | None, decode_steps: int, budgets: list[int]):
-    """With a prefill process if there is an address."""
+    """Uses a prefill process if there is an address."""
     cfg, config = model_config(), engine_config()
     variables = train_step.init_variables(cfg, jax.random.key(0))
     engine = Engine(cfg, config)

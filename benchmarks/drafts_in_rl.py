@@ -203,7 +203,7 @@ class Meter:
     return tokens / seconds, drafting.acceptance(stats, before)
 
   def measure(self, sides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each side's variables: acceptance by position, tokens, relative speed."""
+    """Acceptance by position, tokens and relative speed of each side's variables."""
     plain, _ = self.serve(next(iter(sides.values())), 0)
     out = {}
     for name, variables in sides.items():

@@ -46,7 +46,7 @@ PARTS = ('sft', 'rl')
 
 
 def flags(name: str) -> list[str]:
-  """Of the job, for both phases."""
+  """The job's flags for both phases."""
   settings = [s.format(part=part) for s in OPTIONS[name] for part in PARTS]
   return [f'--config.{setting}' for setting in dict.fromkeys(settings)]
 

@@ -72,7 +72,7 @@ QUANTISED = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
 @dataclasses.dataclass(frozen=True)
 class Model(model_config.ModelConfig):
-  """With a third path, for layers that have a fault."""
+  """A model with a third path, for layers that have a fault."""
 
   fault: Matmuls = model_config.PLAIN
 
@@ -82,7 +82,7 @@ class Model(model_config.ModelConfig):
 
 
 def model(scenario: str) -> Model:
-  """Of `benchmarks.optimizers`, at a scenario's precisions."""
+  """The model of `benchmarks.optimizers`, at a scenario's precisions."""
   int4, int8 = (Matmuls(f'activations_int{bits}') for bits in (4, 8))
   fp8 = Matmuls('block_fp8')
   low, high, fault = {

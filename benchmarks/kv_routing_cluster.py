@@ -174,7 +174,7 @@ class Cluster:
     self._version = 0
 
   def run(self) -> Cluster:
-    """Until all sessions have ended."""
+    """Runs until all sessions have ended."""
     running = self.config.in_flight or len(self._left)
     self._next_group = min(running, len(self._left))
     for group in range(self._next_group):

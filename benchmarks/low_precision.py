@@ -156,7 +156,7 @@ def step_times(kinds: Sequence[str], steps: int, text: ablations.Text) -> dict:
 
 
 def in_dtype(variables: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-  """With the linear layers' weights in a dtype."""
+  """Variables with the linear layers' weights in a dtype."""
   if dtype == 'block_fp8':
     return block_fp8.quantize_variables(variables)
   return weights.map_weights(lambda w: w.astype(dtype), variables)

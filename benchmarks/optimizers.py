@@ -102,7 +102,7 @@ def settings(variant: str, rate: float, steps: int) -> optim.OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HiddenAdam(optim.OptimizerConfig):
-  """With an Adam of the hidden matrices that has a rate of its own."""
+  """Uses Adam with a separate rate for the hidden matrices."""
 
   hidden: optim.AdamConfig = optim.AdamConfig()
 

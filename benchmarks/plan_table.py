@@ -140,7 +140,7 @@ def improvements(workload: str, plan: dict) -> str:
 
 
 def _seconds(program: dict, share, *, rest=True, recompute=True, exposed=True) -> float:
-  """Of a program at shares of the roof, without some of its parts."""
+  """Time of a program at shares of the roofline, without some of its parts."""
   stages = []
   for fields in program['stages']:
     stage = estimate.Stage(**fields)

@@ -92,7 +92,7 @@ def sessions() -> workload.Sessions:
 
 
 def engines(cfg) -> dict[str, Engine]:
-  """By the name of their cache."""
+  """Name of the cache → engine."""
   given, base = sessions(), rollout_worker.engine_config(SLOTS)
   turn = given.turn_tokens + given.new_tokens
   context = given.system_tokens + given.task_tokens + given.turns * turn
@@ -110,7 +110,7 @@ def engines(cfg) -> dict[str, Engine]:
 
 
 def compare() -> dict[str, dict]:
-  """Of each cache and memory: medians over rounds, and ratios to `device`."""
+  """Medians over rounds for each cache and memory, and ratios to `device`."""
   cfg = rollout_worker.model_config()
   variables = train_step.init_variables(cfg, jax.random.key(0))
   found: dict[tuple[str, str], list[dict]] = {}

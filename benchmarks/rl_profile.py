@@ -140,7 +140,7 @@ def intervals(records: Iterable[metrics.Record]) -> list[Interval]:
 def totals(
   readings: Sequence[Reading], found: Sequence[Interval], cores: int
 ) -> dict[str, dict[str, float]]:
-  """By phase: processor seconds of each part, and `seconds`, the time it took.
+  """Phase → processor seconds of each part, and `seconds`, the time it took.
 
   The time between two readings counts for the phase at its middle.
   """

@@ -114,7 +114,7 @@ def batches(requests: int, seeds: list[int]) -> dict:
 
 
 def of_round(requests: int, number: int) -> dict:
-  """As many batches as take a few seconds: a single one of few requests is short."""
+  """Enough batches for a few seconds: a single one of few requests is short."""
   count = max(1, _ROUND_REQUESTS.value // requests)
   return batches(requests, [count * number + i for i in range(count)])
 

@@ -154,7 +154,7 @@ def view(
 
 
 def join_processes() -> int:
-  """With --distributed connects to the job's other processes; returns this one's index.
+  """Connects to the job's other processes if --distributed; returns this one's index.
 
   Raises:
     BadInput: no address or number of processes is given.
@@ -369,7 +369,7 @@ def interruptible() -> Iterator[None]:
 
 
 def check_stopped() -> None:
-  """For a server that was interrupted: Ctrl-C ends it with success.
+  """Ends an interrupted server: Ctrl-C ends it with success.
 
   Raises:
     KeyboardInterrupt: it was SIGTERM: a scheduler would take success for the end of it.

@@ -84,7 +84,7 @@ def _serve(
   gateway: GatewayConfig,
   recorded: outside.RecordedConfig,
 ) -> None:
-  """Until Ctrl-C, or SIGTERM, after which a scheduler has to start it again.
+  """Serves until Ctrl-C, or SIGTERM, after which a scheduler has to restart it.
 
   Raises:
     RolloutsFailed: the engine has stopped.

@@ -38,7 +38,7 @@ def main():
 
 
 def _serve(run: Run, workdir: pathlib.Path) -> None:
-  """Until Ctrl-C."""
+  """Serves until Ctrl-C."""
   key = shared.make_key(workdir, shared.VIEW)
   try:
     with serving.serving(run, key, PORT.value) as link:

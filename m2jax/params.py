@@ -30,7 +30,7 @@ from m2jax.config import ModelConfig
 
 
 class Kind(enum.StrEnum):
-  """By which optimizers and weight decay are chosen, instead of by name."""
+  """What optimizers and weight decay are chosen by, instead of names."""
 
   EMBEDDING = 'embedding'  # [V, D]: rows are looked up
   HEAD = 'head'  # [D, V]

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = 'm2jax', 'm2jax_pipelines', 'experiments', 'configs', 'benchmarks', 'launch'
 CODE = [path for name in PACKAGES for path in sorted((ROOT / name).rglob('*.py'))]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Pattern → what to write instead.
 WORDS = {
   r'seats?': 'model role, LLM client',
@@ -38,6 +39,8 @@ WORDS = {
 BAD = re.compile('|'.join(rf'\b(?:{pattern})\b' for pattern in WORDS), re.IGNORECASE)
 # An entry of a docstring is a noun phrase with its article, or has a verb.
 ENTRY = re.compile(r'^\s+\*{0,2}[\w*`]+(?:, [\w*`]+)*: of\b', re.IGNORECASE)
+# So is a summary: 'Of one run.' is none.
+SUMMARY = re.compile(r'Of\b')
 # Names in code that had a private meaning, and what they are called now.
 NAMES = {
   **{'seat': 'llm', 'Seat': 'LLMClient', 'SeatConfig': 'LLMConfig'},
@@ -62,9 +65,7 @@ def prose(path: pathlib.Path) -> list[tuple[int, str]]:
     return list(enumerate(re.sub(r'`[^`]*`', '', text).splitlines(), 1))
   found = []
   for node in ast.walk(ast.parse(text)):
-    if isinstance(
-      node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    ):
+    if isinstance(node, DOCUMENTED):
       if ast.get_docstring(node, clean=False) is not None:
         first = node.body[0]
         found += enumerate(first.value.value.splitlines(), first.lineno)
@@ -93,6 +94,16 @@ def test_entries_say_what_they_are():
     for line, text in prose(path)
     if ENTRY.match(text)
   ]
+  assert not found, '\n'.join(found)
+
+
+def test_summaries_say_what_they_are():
+  """The name of what a docstring describes is not its grammatical subject."""
+  found = []
+  for path in edited(CODE):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, DOCUMENTED) and SUMMARY.match(ast.get_docstring(node) or ''):
+        found.append(f'{path.relative_to(ROOT)}:{node.body[0].lineno}')
   assert not found, '\n'.join(found)
 
 

@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 
 def entry(parts, lead, step) -> Entry:
-  """Of a grid whose first axis, `lead`, is blocks x parts of a table.
+  """The entry of a grid whose first axis, `lead`, is blocks x parts of a table.
 
   `parts` [parts + 1] are the bounds of the parts.
   """

@@ -153,7 +153,7 @@ def chosen_experts(
 
 
 def _weight_of(ids, weights, num_experts: int) -> Float[Array, 'T E']:
-  """Of each expert's output for each token; 0 if it was not chosen."""
+  """Weight of each expert's output for each token; 0 if it was not chosen."""
   chosen = ids[..., None] == jnp.arange(num_experts)
   return jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)
 

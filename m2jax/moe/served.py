@@ -47,7 +47,7 @@ def apply(
   cfg: ModelConfig,
   sharding: Sharding,
 ) -> Float[Array, '_ D']:
-  """As `dispatch.apply`, of prepared parameters; without a gradient."""
+  """`dispatch.apply` with prepared parameters, without a gradient."""
   here = len(p['down'])
 
   def run(x, ids, weights):

@@ -195,7 +195,7 @@ def sso(
 
 
 class _Numbers(NamedTuple):
-  """Of each matrix: σ/R, λ, h(λ), evaluations."""
+  """σ/R, λ, h(λ) and evaluations of each matrix."""
 
   sigma: Any
   multiplier: Any
@@ -251,7 +251,7 @@ def _report(numbers: list[_Numbers]) -> Report:
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
-  """Of all reports in an optimizer's state; none without one."""
+  """Metrics of all reports in an optimizer's state; none without one."""
   is_report = lambda x: isinstance(x, Report)  # noqa: E731
   reports = [x for x in jax.tree.leaves(state, is_leaf=is_report) if is_report(x)]
   if not reports:

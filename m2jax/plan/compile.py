@@ -136,7 +136,7 @@ def _compile(name: str, lowered, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(lowered, options: Mapping[str, Any], devices: Sequence[jax.Device]) -> str:
-  """Of all that a compiled program depends on."""
+  """Hash of everything that a compiled program depends on."""
   places = [(d.id, getattr(d, 'coords', None)) for d in devices]
   compiler = next(
     (d.version for d in importlib.metadata.distributions(name='libtpu')), None

@@ -75,7 +75,7 @@ class Run:
   head_dim: int
 
   def seconds(self, share: Efficiency, chip: Chip) -> float:
-    """Of a step."""
+    """Time of a step."""
     products = self.core / _of_heads(share.attention, self.head_dim)
     products += self.matmul / share.matmul + self.experts / share.experts
     moved = self.hbm_bytes / share.hbm

@@ -49,11 +49,11 @@ class Stage:
 
   @property
   def seconds(self) -> float:
-    """Of all its instructions, each at its roofline."""
+    """Time of all its instructions, each at its roofline."""
     return self.compute_bound_s + self.hbm_bound_s
 
   def seconds_at(self, share: Efficiency) -> float:
-    """Of all its instructions, each at its share of its roofline."""
+    """Time of all its instructions, each at its share of its roofline."""
     is_experts = self.name.endswith(' moe')
     products = (self.compute_bound_s - self.core_s) / (
       share.experts if is_experts else share.matmul
@@ -112,11 +112,11 @@ class Estimate:
 
   @property
   def seconds(self) -> float:
-    """Of one run, at the roofline."""
+    """Time of one run, at the roofline."""
     return self.seconds_at(efficiency.ROOF)
 
   def seconds_at(self, share: Efficiency, experts: float = 1.0) -> float:
-    """Of one run at shares of the roofline; `experts` times the work of the experts."""
+    """Time of one run at shares of the roofline, with `experts` times experts' work."""
     total = 0.0
     for part in self.passes:
       work = sum(
@@ -158,13 +158,13 @@ class Plan:
 
   @property
   def seconds(self) -> float:
-    """Of a step, or of a call, at the roofline."""
+    """Time of a step, or of a call, at the roofline."""
     return sum(p.runs * p.seconds for p in self.programs)
 
   def estimate_s(
     self, share: Efficiency = efficiency.CALIBRATED, imbalance: float = 1.0
   ) -> float:
-    """Of a step, or of a call, at shares of the roofline.
+    """Time of a step, or of a call, at shares of the roofline.
 
     Args:
       imbalance: assignments of the busiest chip's experts over the mean. It changes

@@ -45,7 +45,7 @@ class Array:
 
   @property
   def bits(self) -> int:
-    """Of one element."""
+    """Bits per element."""
     if self.dtype in _BITS:
       return _BITS[self.dtype]
     return int(re.search(r'\d+', self.dtype)[0])
@@ -57,7 +57,7 @@ class Array:
 
   @property
   def padded_bytes(self) -> float:
-    """As stored, in whole tiles."""
+    """Bytes as stored, in whole tiles."""
     dims = list(self.dims)
     for dim, tile in zip(self.minor_to_major, reversed(self.tile), strict=False):
       dims[dim] = -(-dims[dim] // tile) * tile

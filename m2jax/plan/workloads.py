@@ -63,7 +63,7 @@ class Workload:
       )
 
   def of_tokens(self, tokens: int) -> Workload:
-    """With a training step of this many tokens, in one pass; serving as it is.
+    """The workload with this many tokens per step, in one pass; serving is unchanged.
 
     Raises:
       ValueError: they are no whole rows.
@@ -75,7 +75,7 @@ class Workload:
     return dataclasses.replace(self, rows=tokens // self.context, passes=(1,))
 
   def of_gradients(self, dtype: str) -> Workload:
-    """With this `gradient_dtype` in all of its meshes."""
+    """The workload with this `gradient_dtype` in all of its meshes."""
     meshes = (dataclasses.replace(mesh, gradient_dtype=dtype) for mesh in self.meshes)
     return dataclasses.replace(self, meshes=tuple(meshes))
 

@@ -386,7 +386,7 @@ def _own_message(part: Mapping[str, Any], number: int) -> dict[str, Any] | None:
 
 
 def _completions(session: str, steps, others) -> list[records.Completion]:
-  """By turn: those of the steps, and the others."""
+  """Completions by turn: those of the steps, and the others."""
   places = [
     (f'steps[{i}].metrics', step.get('metrics') or {})
     for i, step in enumerate(steps)

@@ -55,7 +55,7 @@ class MeshConfig:
     return abs(math.prod(self.sizes.values()))
 
   def over(self, devices: int) -> MeshConfig:
-    """With a size in place of -1: what the others leave of `devices`, at least 1."""
+    """Replaces -1 by the size that the other axes leave of `devices`, at least 1."""
     rest = {
       name: max(1, devices // self.size)
       for name, size in self.sizes.items()

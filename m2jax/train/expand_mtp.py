@@ -150,7 +150,7 @@ def module_losses(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _module_sums(model: ModelConfig, variables, batch: forest.Forest):
-  """Of each module [mtp]: −Σ weight · log p, and Σ weight of what it scores."""
+  """−Σ weight · log p of each module [mtp], and Σ weight of the tokens it scores."""
   scores = model_lib.forward(model, variables, batch).mtp_logprob
   at_terms = jax.vmap(lambda values: train_step.at_terms(values, batch))
   first = jnp.arange(2, 2 + model.num_mtp_modules)  # positions

@@ -161,7 +161,7 @@ class PretrainConfig:
 
   @property
   def num_streams(self) -> int:
-    """Of documents; `streams` itself unless that is 0."""
+    """Number of streams of documents; `streams` itself unless that is 0."""
     return self.streams or int(np.gcd.reduce([stage.rows for stage in self.stages]))
 
   def stage_at(self, step: int) -> int:

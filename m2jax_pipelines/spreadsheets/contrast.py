@@ -2,7 +2,7 @@
 
 
 def ratio(one, other):
-  """Of two texts RRGGBB, 1 to 21."""
+  """Contrast of two colours RRGGBB, 1 to 21."""
   light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
   return (light + 0.05) / (dark + 0.05)
 

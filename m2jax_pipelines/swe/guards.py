@@ -292,7 +292,7 @@ def _plain(path):
 
 
 def _statuses(path, low_level):
-  """Of all files that a path may mean: os.open takes it from any open directory."""
+  """Statuses of all files that a path may mean: os.open takes any open directory."""
   places = [None]
   if low_level and type(path) is not int and path[:1] not in ('/', b'/'):
     places += map(int, _descriptors())

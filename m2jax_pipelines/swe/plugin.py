@@ -193,7 +193,7 @@ class Plugin:
     return plain, stored
 
   def _wait(self, before):
-    """Until no more threads run than `before`, or for a moment, if time is measured.
+    """Waits until no more threads run than `before`, or for a moment if time counts.
 
     Before Python 3.12 there is no audit event of a thread's start.
     """

@@ -113,7 +113,7 @@ class _Holder:
     self.order = getattr(holder, '__mro__', None)
 
   def names(self):
-    """Of what must stay, and of what was added and may be."""
+    """Names of what must stay, and of allowed additions."""
     added = (k for k in self.now if k not in self._keys)
     return [*self.kept, *added] or [next(iter(self.now))]
 
@@ -146,7 +146,7 @@ class _Inside:
     self.contents = [*map(_inner, self.cells)]
 
   def names(self):
-    """Of keyword defaults."""
+    """Names of keyword defaults."""
     return [*self._defaults]
 
   def changes(self):
@@ -168,7 +168,7 @@ def _held(cell):
 
 
 def _inside(value, seen):
-  """Of the functions that a function, method or property is or leads to."""
+  """The functions that a function, method or property is or leads to."""
   kind = type(value)
   if kind is property:
     inner = [value.fget, value.fset, value.fdel]
@@ -189,7 +189,7 @@ def _inside(value, seen):
 
 
 def _holders(holder, module):
-  """Of a module or class and of the classes in it."""
+  """Holders of a module or class and of the classes in it."""
   found = _Holder(holder)
   yield found
   for value in found.kept.values():

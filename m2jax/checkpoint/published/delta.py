@@ -59,7 +59,7 @@ class Entry:
 
 
 def entry(name: str, at: Box, values: np.ndarray) -> Entry:
-  """Of a box with these values, without a payload."""
+  """The entry of a box with these values, without a payload."""
   bounds = tuple(s.start for s in at), tuple(s.stop for s in at)
   return Entry(name, *bounds, crc32(values))
 

@@ -92,7 +92,7 @@ def to_e4m3(values: Float[Array, '*E R C'], how: Matmuls) -> Float[Array, '*E R 
 def scales(
   largest: Float[Array, '*r'], of_format: float, how: Matmuls
 ) -> Float32[Array, '*r']:
-  """Of tiles with these largest magnitudes, for a format with that of `of_format`."""
+  """Scales of tiles with these maxima, for a format with the maximum `of_format`."""
   # XLA would turn a division by a constant into this product, but only when compiling
   scale = largest.astype(jnp.float32) * jnp.float32(1 / of_format)
   scale = jnp.maximum(scale, SMALLEST_SCALE)

@@ -41,7 +41,7 @@ def product(a: Blocks, b: Blocks, how: Matmuls, dtype) -> jax.Array:
 
 
 def _padded(values, axis: int):
-  """With zeros up to whole blocks of K."""
+  """Pads K with zeros to whole blocks."""
   pad = [(0, 0), (0, 0)]
   pad[axis] = (0, -values.shape[axis] % BLOCK)
   return jnp.pad(values, pad)

@@ -52,5 +52,5 @@ def map_weights(f: Callable[[Any], Any], variables: Mapping[str, Any]):
 
 
 def nbytes(variables: Any) -> int:
-  """Of all arrays."""
+  """Size of all arrays."""
   return sum(leaf.nbytes for leaf in jax.tree.leaves(variables))

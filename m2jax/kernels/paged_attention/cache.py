@@ -32,7 +32,7 @@ class Cache(NamedTuple):
   layer: Int[Array, ''] | int | None = None
 
   def stacked(self) -> Cache:
-    """With a stack of layers and the index of one as int32."""
+    """The cache with a stack of layers and the index of one as int32."""
     if self.layer is None:
       return Cache(self.k[None], self.v[None], self.tables, jnp.int32(0))
     return self._replace(layer=jnp.asarray(self.layer, jnp.int32))

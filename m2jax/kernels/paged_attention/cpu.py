@@ -60,7 +60,7 @@ def short_chunk(
 
 
 def _long_chunk(q, keys, values, position, subtree_end, scale):
-  """By tree attention; positions after a row's last are padding."""
+  """Uses tree attention; positions after a row's last are padding."""
   S = keys.shape[2]
   position = jnp.minimum(position, S - 1)
   end = jnp.full((len(q), S), S, jnp.int32)

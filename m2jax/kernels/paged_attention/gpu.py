@@ -41,7 +41,7 @@ class _Static(NamedTuple):
 
 
 class _Refs(NamedTuple):
-  """In the order in which Pallas passes them."""
+  """The kernel's refs, in the order in which Pallas passes them."""
 
   layer: Any  # [1]
   table: Any  # [n]

@@ -51,7 +51,7 @@ class _Static(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-  """In GPU memory."""
+  """Refs in GPU memory."""
 
   base: Any  # [K] index of a head's first page in k and v
   tables: Any  # [P, pages of a row]
@@ -65,7 +65,7 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-  """In shared memory."""
+  """Refs in shared memory."""
 
   q: Any  # [q, H]
   k: Any  # [slots, k, H]
@@ -246,7 +246,7 @@ def _call(static: _Static, q, cache: Cache, seen: Seen):
 
 
 def _capability() -> str:
-  """Of the local GPU; without one, as in lowering for an absent device, Hopper's."""
+  """Compute capability of the local GPU; Hopper's if there is none."""
   if jax.default_backend() != 'gpu':
     return _HOPPER
   return jax.local_devices()[0].compute_capability

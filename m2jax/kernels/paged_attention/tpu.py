@@ -44,7 +44,7 @@ _MOST_ENTRIES = 160 * 1024  # of a table: 640 KiB of scalar memory
 
 
 def _specs(static: Static, dim: int):
-  """Of q, of position [P, m, 1, lanes] and of lse [P, K, m, 1, lanes]."""
+  """Specs of q, of position [P, m, 1, lanes] and of lse [P, K, m, 1, lanes]."""
 
   def spec(shape, index):
     at = lambda core, step, *_: index(item_of(static, core, step))

@@ -57,7 +57,7 @@ class Scalars(NamedTuple):
 
 
 class _Refs(NamedTuple):
-  """In the order in which Pallas passes them, after the scalars."""
+  """The kernel's refs, in the order in which Pallas passes them, after the scalars."""
 
   position: Any  # [1, q], lanes padded
   tree: Any  # like position: bits of the tokens that a query sees; None: a chain

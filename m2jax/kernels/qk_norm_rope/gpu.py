@@ -31,7 +31,7 @@ class _Static(NamedTuple):
 
 
 class _Lanes(NamedTuple):
-  """Of each channel: [c]."""
+  """Values of each channel: [c]."""
 
   at: jax.Array
   live: jax.Array  # a channel, not padding

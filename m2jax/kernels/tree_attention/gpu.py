@@ -51,7 +51,7 @@ class _Static(NamedTuple):
     return max(self.block_q, self.block_k)
 
   def swapped(self) -> _Static:
-    """For a kernel of blocks of keys."""
+    """The same for a kernel of blocks of keys."""
     keys = self.key_blocks * self.block_k
     return self._replace(
       block_q=self.block_k, block_k=self.block_q, key_blocks=keys // self.block_q
@@ -359,7 +359,7 @@ def _sizes(backward: bool) -> dict[str, int]:
 
 
 def _static(q, k, visibility: Visibility, scale, backward: bool):
-  """Of a kernel of blocks of queries; and the padded integers of queries and keys."""
+  """Sizes for a kernel of query blocks; and padded integers of queries and keys."""
   keys, kv_heads, dim = k.shape[1:]
   sizes = _sizes(backward)
   # Blocks were chosen for heads of 128 dims in 16 bits.

@@ -47,7 +47,7 @@ class Visibility:
   pairs: Any = None
 
   def complete(self, queries: int) -> Visibility:
-    """With an index for each of `queries` queries, and without unused positions.
+    """Adds an index for each of `queries` queries, and drops unused positions.
 
     Raises:
       ValueError: a window without positions.
@@ -67,7 +67,7 @@ class Visibility:
   def map(
     self, of_queries: Callable[[Any, int], Any], of_keys: Callable[[Any, int], Any]
   ) -> Visibility:
-    """With `of_queries` or `of_keys` of each array in its place, without `pairs`.
+    """Applies `of_queries` or `of_keys` to each array; drops `pairs`.
 
     Args:
       of_queries, of_keys: functions of an array [B, Q] or [B, S] and of the value that

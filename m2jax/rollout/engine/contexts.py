@@ -108,7 +108,7 @@ def take(pages: Pages, tables, layers: int) -> Contexts:
 
 
 def empty(pages: Pages, rows: int, n: int, layers: int) -> Contexts:
-  """Of `rows` tables of n pages, with nothing in them."""
+  """Empty contexts for `rows` tables of n pages."""
   tables = jax.ShapeDtypeStruct((rows, n), jnp.int32)
   like = jax.eval_shape(lambda *x: take(*x, layers), pages, tables)
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)

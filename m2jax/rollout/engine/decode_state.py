@@ -142,13 +142,13 @@ class Sampled:
 
 @_pytree()
 class Drafted:
-  """What became of the drafts of `speculative.generate_many`; K drafts of a token.
+  """Results of the drafts of `speculative.generate_many`; K drafts per token.
 
   Attributes:
     verified: [P] int32, verifications by the main model.
     tested: [P, K] int32, drafts that were compared: those before them were accepted.
-    accepted: [P, K] int32, drafts that were what the main model drew.
-    finite: [P] bool, whether the modules gave finite logits.
+    accepted: [P, K] int32, drafts that matched the main model's token.
+    finite: [P] bool, whether the modules' logits were finite.
   """
 
   verified: jax.Array

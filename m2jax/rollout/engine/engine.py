@@ -56,7 +56,7 @@ _EVERYWHERE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Specs:
-  """Of arguments and results of the calls, as `placement` has them.
+  """Specs of the calls' arguments and results, from `placement`.
 
   Attributes:
     stacked, weights: `variables` as callers have them, and as the calls need them.
@@ -266,7 +266,7 @@ class Engine:
     return self._new_state()
 
   def load_params(self, params):
-    """Places weights as the calls need them; leaves those that are so placed already.
+    """Places weights as the calls need them; skips those already placed.
 
     Arrays may be placed for another mesh of the same devices, or be of numpy. Programs
     are compiled for a placement: every set of weights must pass through here, or its
@@ -279,7 +279,7 @@ class Engine:
     """`load_params` in parts: gives None after each, and at last the weights.
 
     Args:
-      part_bytes: a part ends with the array that makes it so large.
+      part_bytes: a part ends with the array that reaches this size.
     """
     in_blocks = block_fp8.are_blocks(params)
     if in_blocks and not self.config.weights_dtype:
@@ -387,7 +387,7 @@ def _check(cfg: ModelConfig, config: EngineConfig) -> None:
 
 
 def _platform(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
-  """Of its devices; an abstract mesh has none, and is the default's."""
+  """The platform of the mesh's devices; an abstract mesh has the default's."""
   if isinstance(mesh, jax.sharding.AbstractMesh):
     return jax.default_backend()
   return mesh.devices.flat[0].platform

@@ -43,7 +43,7 @@ def short_chunk(q, keys, values, position, visible) -> jax.Array:
 
 
 def _long_chunk(q, keys, values, position, visible) -> jax.Array:
-  """By tree attention; a query that sees none gets 0, also where it hides itself."""
+  """Uses tree attention; a query that sees no key, not even its own, gets 0."""
   S = keys.shape[2]
   last = jnp.max(position, axis=1, keepdims=True)
   live = (jnp.arange(S) <= last) & visible

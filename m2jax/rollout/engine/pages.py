@@ -64,7 +64,7 @@ class Pages(NamedTuple):
     return self.k.shape[3]
 
   def places(self, tables, positions, live) -> Places:
-    """Of positions [P, C] by tables [P, n]; those not `live` [P, C] are unused."""
+    """Places of positions [P, C] by tables [P, n]; those not `live` are unused."""
     index = positions // self.page_tokens
     inside = jnp.minimum(index, tables.shape[1] - 1)
     page = jnp.take_along_axis(tables, inside, axis=1)

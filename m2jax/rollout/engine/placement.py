@@ -107,7 +107,7 @@ def weight_specs(
 
 
 def rows_spec(rules: Rules) -> PartitionSpec:
-  """Of arrays whose first axis is the slots or the rows of all groups."""
+  """Spec of arrays whose first axis is the slots or the rows of all groups."""
   return rules.spec('rows', 'rows')
 
 

@@ -40,11 +40,11 @@ from m2jax.rollout.engine.decode_state import (
 
 
 class _Verified(NamedTuple):
-  """Of one round.
+  """The result of one round's verification.
 
   Attributes:
-    slots: Slots after the tokens that were drawn.
-    sampled: Sampled with those tokens.
+    slots: Slots after the sampled tokens.
+    sampled: Sampled with these tokens.
     drawn: [P, C] the main model's tokens; valid up to the first that differs.
     tested, accepted: [P, K] int32, see `Drafted`.
   """

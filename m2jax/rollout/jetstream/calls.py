@@ -75,7 +75,7 @@ class EngineApi(Engine):
     return self.generate_step(params, decode_state)
 
   def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-    """Of a prefix's arrays; on a mesh a tree of them, which `Prefix` has."""
+    """Sharding of a prefix's arrays; on a mesh a tree like `Prefix`."""
     if self.sharding.mesh is None:
       return self._named(PartitionSpec())
     return self._named(self._prefix)

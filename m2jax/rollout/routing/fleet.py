@@ -23,7 +23,7 @@ _MIGRATION_MEMORY = 0.1  # weight of the newest interval in the mean time
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """Of a replica, as its statistics report them.
+  """Sizes of a replica, as its statistics report them.
 
   Attributes:
     pages: pages of its cache, with page_tokens tokens each.
@@ -60,7 +60,7 @@ class Flight:
     chain: digests of the prompt's full pages.
     missing_tokens: tokens of the prompt that the replica is expected to compute;
       missing_positions are the positions that they attend to.
-    streams: whether its first token has been drawn.
+    streams: whether its first token has been sampled.
   """
 
   replica: int
@@ -96,7 +96,7 @@ class Replica:
     self._progress = 0.0  # computed of the waiting tokens
 
   def view(self, cached_tokens: int, response_tokens: float, others: Rates) -> View:
-    """For a prompt; `others` are the rates of replicas that have been measured."""
+    """The view for a prompt; `others` are the rates of measured replicas."""
     sizes, estimator = self.sizes, self.estimator
     left = self._waiting_tokens - self._progress
     share = left / self._waiting_tokens if self._waiting_tokens else 0.0
@@ -271,7 +271,7 @@ class Fleet:
       replica.index.advance(version)
 
   def lose(self, number: int) -> None:
-    """A replica is gone, and its pages with it."""
+    """Forgets a lost replica and its pages."""
     self.replicas[number].alive = False
     self.replicas[number].index.clear()
 

@@ -46,15 +46,15 @@ class View:
     replica: its number.
     cached_tokens: tokens of the prompt's prefix that it has, or will have, in its
       cache.
-    waiting: requests sent to it without a first token yet, and waiting_tokens the
-      prompt tokens that it has to compute for them; these attend to
+    waiting: requests sent to it without a first token yet; waiting_tokens are the
+      prompt tokens that it still has to compute for them, which attend to
       waiting_positions.
-    decoding: requests that are drawing tokens.
+    decoding: requests that are sampling tokens.
     slots: requests that it serves at the same time.
     budget_tokens: prompt tokens that it computes between two decode calls.
     steps: tokens of a sequence in a decode call.
-    response_tokens: expected of a request.
-    rates: times of its work.
+    response_tokens: expected response length of a request.
+    rates: its measured rates.
     migration_s: seconds to take one token's keys and values from another replica; inf
       if it cannot.
   """
@@ -165,30 +165,30 @@ def cost_s(query: Query, view: View, source: View) -> tuple[float, Choice]:
 
 
 def _compute_s(view: View, start: int, end: int, arrives_s: float) -> float:
-  """Of computing the tokens from start to end, once those before have arrived."""
+  """Time to compute the tokens from start to end, once those before have arrived."""
   wait = max(arrives_s, wait_s(view))  # pages travel while the request would wait
   return wait + prefill_s(view, end - start, positions(start, end)) + decode_s(view)
 
 
 def positions(start: int, end: int) -> float:
-  """That the tokens from start to end of a sequence attend to, all together."""
+  """Positions that the tokens from start to end attend to, all together."""
   return (end - start) * (start + end + 1) / 2
 
 
 def decode_s(view: View) -> float:
-  """Of a decode call, the one that gives the request its first token."""
+  """Time of the decode call that gives the request its first token."""
   return view.rates.decode_s(max(view.decoding, 1), view.steps)
 
 
 def prefill_s(view: View, tokens: float, attended: float) -> float:
-  """Of prompt tokens, with the decode calls between two chunks of them."""
+  """Time of prompt tokens, with the decode calls between two chunks of them."""
   calls = tokens / view.budget_tokens if view.decoding else 0.0
   rates = view.rates
   return tokens * rates.prefill_s + attended * rates.position_s + calls * decode_s(view)
 
 
 def wait_s(view: View) -> float:
-  """Until the replica begins with a request that is sent to it now."""
+  """Time until the replica begins with a request that is sent to it now."""
   running = decode_s(view) / 2 if view.load else 0.0  # the rest of the present call
   wait = running + prefill_s(view, view.waiting_tokens, view.waiting_positions)
   above = view.load + 1 - view.slots

@@ -4,8 +4,8 @@ Pages are named by their digests (`tiers.page_chain`), of one policy version. Th
 learns from requests that were routed to the replica, whose pages will be there soon,
 and from the replica's journal of what it stored and evicted. It is bounded by the pages
 of the replica: the least recently used go first, a page always before the one that it
-continues, as in the replica's own cache. It may be wrong in both directions; then a
-request computes what was thought to be cached, or less.
+continues, as in the replica's own cache. It may be wrong in both directions: a request
+may then compute more or less than expected.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PrefixIndex:
     self._trim()
 
   def advance(self, version: int) -> None:
-    """The replica gets new weights: what was computed with older ones is of no use."""
+    """The replica gets new weights: pages of older ones are useless."""
     if version <= self.version:
       return
     self.version = version

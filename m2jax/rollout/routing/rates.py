@@ -39,7 +39,7 @@ class Rates:
   draw_s: float
 
   def decode_s(self, rows: float, steps: float) -> float:
-    """Of a decode call that samples `steps` tokens for each of `rows` sequences."""
+    """Time of a decode call that samples `steps` tokens for `rows` sequences each."""
     return self.call_s + self.draw_s * rows * steps
 
 
@@ -48,7 +48,7 @@ class RateEstimator:
 
   Attributes:
     rates: the estimate.
-    measured: whether it rests on more than the prior.
+    measured: whether it is based on more than the prior.
   """
 
   def __init__(self, prior: Rates, *, least_s: float = 1.0):
@@ -63,7 +63,7 @@ class RateEstimator:
     self._squares = np.zeros(4)
 
   def observe(self, stats: Mapping[str, float]) -> None:
-    """Takes a snapshot of `Scheduler.stats`; one that went back begins anew."""
+    """Takes a snapshot of `Scheduler.stats`; starts over if counters went back."""
     tokens = stats['prefill_tokens'] + stats['prefill_padding_tokens']
     reads = stats['prefill_positions']
     work = tokens, reads, stats['decode_calls'], stats['sampled_tokens']
@@ -87,7 +87,7 @@ class RateEstimator:
 
 
 def mean(rates: Sequence[Rates]) -> Rates:
-  """Of at least one replica."""
+  """The mean rates of at least one replica."""
   return Rates(*np.mean([dataclasses.astuple(r) for r in rates], axis=0).tolist())
 
 

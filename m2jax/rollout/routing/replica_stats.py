@@ -12,7 +12,7 @@ _EXPECTED = ('queue_length', 'active_slots', 'slots', 'tokens_per_s', *_EQUAL)
 
 
 def sizes(stats: Mapping[str, float]) -> Sizes:
-  """Of a replica, by `Scheduler.stats`."""
+  """Sizes of a replica, from `Scheduler.stats`."""
   return Sizes(
     pages=int(stats['pages']),
     page_tokens=int(stats['page_tokens']),
@@ -23,7 +23,7 @@ def sizes(stats: Mapping[str, float]) -> Sizes:
 
 
 def all_sizes(replicas: Sequence[Serving], page_tokens: int | None) -> list[Sizes]:
-  """Of replicas, of which some may not serve yet: these get a placeholder.
+  """Sizes of all replicas; those that do not serve yet get a placeholder.
 
   Args:
     page_tokens: tokens per page, the same for all; None: taken from those that serve.

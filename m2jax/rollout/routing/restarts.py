@@ -20,9 +20,9 @@ class Restarts:
     """Makes nothing yet.
 
     Args:
-      make: makes the replica of a number and puts it to use; None: they stay away.
-      most: attempts in a row, the first after delay_s, each other one after twice as
-        long as the one before.
+      make: makes the replica of a number and puts it to use; None: none is made.
+      most: consecutive attempts, the first after delay_s, each later one after twice
+        the wait.
     """
     self.reasons: dict[int, str] = {}
     self._make, self._most, self._delay_s = make, most, delay_s
@@ -49,7 +49,7 @@ class Restarts:
     thread.start()
 
   def wait(self) -> None:
-    """Until no replica is being made."""
+    """Waits until no replica is being made."""
     with self._lock:
       threads = list(self._threads.values())
     for thread in threads:

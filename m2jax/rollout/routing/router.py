@@ -87,8 +87,8 @@ class Router(Serving):
     Args:
       replicas: all with the same model and the weights of `version`.
       make: called as make(number, variables, version) in a thread of its own; returns a
-        new serving replica in place of one that has stopped. None: only
-        one that is alive again comes back.
+        serving replica that replaces a stopped one. None: a replica returns only if it
+        is alive again.
       variables: the weights of `version`, which only `make` needs.
       follows: replicas take new weights by themselves; `update_weights` is not called.
       page_tokens: tokens per page of the replicas; None needs one that serves.
@@ -178,7 +178,7 @@ class Router(Serving):
 
   @property
   def _version(self) -> int:
-    """Of the weights published last."""
+    """Version of the weights published last."""
     return self._weights[1]
 
   @property

@@ -115,7 +115,7 @@ class Batcher:
       self.state = self.tiers.warmup(self.state)
 
   def replace_weights(self, variables: Any, version: int) -> None:
-    """Between two ticks; sequences that decode go on with the K/V that they have."""
+    """Call it between two ticks; decoding sequences continue with their K/V."""
     self._land()
     self.variables, self.version = variables, version
     self.pauses.exchanged(decoding=bool(self.table.where(State.DECODE).size))
@@ -128,8 +128,8 @@ class Batcher:
     self.counts['weight_updates'] += 1
 
   def _restart_prefills(self) -> None:
-    """Prompts that are half computed wait again: their first token would be of the new
-    weights alone, over keys of the old ones."""
+    """Half-computed prompts wait again: their first token would come from the new
+    weights over keys of the old ones."""
     slots = self.table.where(State.PREFILL)
     slots = slots[self.table.held[slots] > 0]
     for slot in slots[np.argsort(-self.table.started[slots])].tolist():
@@ -345,7 +345,7 @@ class Batcher:
         self._retract(table.youngest(table.group(slot)))
 
   def _retract(self, slot: int) -> None:
-    """Takes a sequence's pages; it is first in the queue, with what it has drawn."""
+    """Takes a sequence's pages; it is first in the queue, with its tokens so far."""
     job = self.jobs[slot]
     if self.table.state[slot] == State.DECODE:
       self._save(job)
@@ -452,7 +452,7 @@ class Batcher:
   def _end(self, job: Job, reason: str) -> None:
     """Finishes a request with its tokens so far; its full pages stay cached.
 
-    Who gets the result finds the slot free.
+    The slot is free before the result is delivered.
     """
     self._save(job)
     result = self._result(job, reason)  # its expert ids are in the slot's pages

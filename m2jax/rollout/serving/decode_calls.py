@@ -23,7 +23,7 @@ from m2jax.rollout.serving.sequences import Sequences, State
 
 
 class Shape(NamedTuple):
-  """Of a call: rows of a group, pages of a table, drafts of a step, steps.
+  """A call's rows per group, pages per table, drafts per step, and steps.
 
   A call with masks has no drafts and one step.
   """
@@ -55,7 +55,7 @@ def spread(values: np.ndarray, at: np.ndarray, rows: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Call:
-  """A decode call that was made; the device may still be at it.
+  """A dispatched decode call; the device may still be running it.
 
   Attributes:
     slots: [p] of its sequences.
@@ -176,12 +176,12 @@ def may_repeat(
 
   Reading a call's tokens, and making the next call, take the host's time, in which the
   device would wait. While the same sequences decode, only their page tables change from
-  call to call, and those hold for the tokens of two calls if the pages are taken in
-  advance. A sequence that ends in a call draws nothing in the next one. Whatever else
-  is to be done, such as placing a request, first waits for the call made ahead.
+  call to call, and these cover the tokens of two calls if the pages are taken in
+  advance. A sequence that ends in a call samples nothing in the next one. Other work,
+  such as placing a request, first waits for the call made ahead.
 
-  It must be the only one of all sequences in slots. None of them may be sure to end in
-  it: another request would have to wait for its place.
+  `call` must have all sequences in slots. None of them may certainly end in it: another
+  request would have to wait for its slot.
 
   Args:
     ahead: positions that a call can need after those of a sequence.
@@ -204,5 +204,5 @@ def may_repeat(
 
 
 def _left(job: Job, held: int) -> int:
-  """Tokens that a request may yet draw, with `held` positions stored."""
+  """Tokens that a request may still sample, with `held` positions stored."""
   return job.request.sampling.max_tokens - (held + 1 - len(job.prompt))

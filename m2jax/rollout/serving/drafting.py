@@ -41,7 +41,7 @@ def are_finite(sampled: Sampled) -> np.ndarray:
 
 @dataclasses.dataclass
 class _Rows:
-  """Of the ticks with as many rows.
+  """Measurements of the ticks with the same number of rows.
 
   Attributes:
     todo: K that the probe in progress has yet to measure; empty between two probes.

@@ -77,11 +77,11 @@ class Sequences:
     return np.flatnonzero(self.state == state)
 
   def group(self, slot):
-    """Of a slot, or of an array of them."""
+    """Group of a slot, or of each slot of an array."""
     return slot // self.group_slots
 
   def count_rows(self, slots: np.ndarray) -> np.ndarray:
-    """Of `slots`, which are to decode, how many each group has [g]."""
+    """Number of `slots` to decode in each group, [g]."""
     self._calls += 1
     for expected in self._expected:
       while expected and next(iter(expected.values())) < self._calls:

@@ -35,7 +35,7 @@ class Layout:
 
   @classmethod
   def of(cls, pages: pages_lib.Pages) -> Layout:
-    """Of the engine's pages, or of their shapes."""
+    """The layout of the engine's pages, or of their shapes."""
     leaves, structure = jax.tree.flatten(pages)
     axes = tuple(jax.tree.leaves(pages_lib.axes(pages)))
     shapes = tuple(
