@@ -49,7 +49,7 @@ def model(variant: str, vocab_size: int) -> model_config.ModelConfig:
 
 
 def bias_update_rate(variant: str) -> float:
-  """Of the train step."""
+  """Rate of the router bias in the train step."""
   return 0.0 if variant in NO_BIAS else 1e-3
 
 

@@ -98,8 +98,8 @@ class StepConfig:
       check(self.detach_mtp, 'detach_mtp', 'True with a draft_weight')
 
   def on(self, sharding: Sharding) -> StepConfig:
-    """Of a job on a mesh: `micro_rows` rounded up so that it divides over the rows'
-    axes; the result of a step does not depend on it."""
+    """The config on a mesh: `micro_rows` is rounded up to divide over the rows' axes;
+    the result of a step does not depend on it."""
     shards = sharding.size('rows')
     return dataclasses.replace(self, micro_rows=-(-self.micro_rows // shards) * shards)
 
