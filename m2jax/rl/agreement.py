@@ -68,10 +68,10 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
 def excess(metrics: Mapping[str, float]) -> str:
   """How an update exceeds BOUND, which float32 keeps to; '' if it does not.
 
-  The largest difference is judged if all expert ids are replayed. Without, near-ties of
-  the router may choose others here, in a token of thousands, and the mean is judged.
-  Responses of several versions that share a prompt share its replayed ids, which are
-  then those of other weights: nothing is judged.
+  The criterion is the largest difference if all expert ids are replayed. Otherwise
+  near-ties of the router may choose other experts, in one token of thousands, and the
+  mean is the criterion. Responses of several versions that share a prompt share its
+  replayed ids, which then come from other weights: nothing is judged.
 
   Args:
     metrics: the metrics of `finish`, and replay/disagreement with a replay.

@@ -57,7 +57,7 @@ class Estimator:
 
   @property
   def normalise(self) -> str:
-    """What its paper divides advantages by (`rewards.RewardConfig.normalise`)."""
+    """The divisor of advantages in its paper (`rewards.RewardConfig.normalise`)."""
     return 'group' if self.kind in ('grpo', 'dapo') else 'none'
 
   @property

@@ -108,7 +108,7 @@ class LearnerConfig:
 
   @property
   def reward_of_algorithm(self) -> rewards.RewardConfig:
-    """The reward; without a scale of its own, with the algorithm's."""
+    """The reward, with the algorithm's scale unless it has its own."""
     if self.reward.normalise is not None:
       return self.reward
     return dataclasses.replace(self.reward, normalise=self.estimator.normalise)

@@ -252,7 +252,7 @@ def _paid(
   completions: Sequence[records.Completion],
   used: Sequence[records.Completion],
 ) -> np.ndarray:
-  """What each turn was paid: [T] float64, in order of `used`."""
+  """Turn reward of each turn: [T] float64, in order of `used`."""
   if unknown := trajectory.rewards.keys() - {c.id for c in completions}:
     raise ValueError(
       f'task {trajectory.task}, session {trajectory.session}: rewards for '
@@ -265,7 +265,7 @@ def scaled(groups: Sequence[GroupCredit], config: RewardConfig) -> list[GroupCre
   """The credits of a batch, with its scale if `normalise` is 'batch'.
 
   Divides by the standard deviation of the advantages of all completions that are
-  trained: ScaleRL's choice (arXiv:2510.13786). Signs and ratios stay.
+  trained: ScaleRL's choice (arXiv:2510.13786). Signs and ratios are unchanged.
   """
   trained = [c.advantages for g in groups if not g.dropped for c in g.credits]
   scale = float(np.std(np.concatenate(trained))) if trained else 0.0
@@ -287,8 +287,8 @@ def acted(
 
   Excluded are completions that were cancelled or are empty, those of requests that the
   agent declared auxiliary (a title) or a compaction, and those that it sampled again
-  and did not use. Those that are paid were used. Of the others agents do not report
-  it; this rule infers it:
+  and did not use. Completions with a turn reward were used. Agents do not report the
+  others; this rule infers them:
 
     Completions with the same prompt ids are samples of one request: the same tools and
     messages. Used are those whose answer another request continues
@@ -307,7 +307,7 @@ def acted(
 
   Args:
     completions: a session's completions.
-    paid: ids of those that were paid.
+    paid: ids of those with a turn reward.
   """
   completions = [c for c in completions if c.fork_reason not in UNTRAINED]
   sampled = (c for c in completions if c.finish_reason != 'cancelled')
