@@ -182,7 +182,7 @@ class _Maker:
     if self._invalid >= _MAX_INVALID:
       raise sandbox.SandboxError(
         f'{self._invalid} candidates in a row are invalid, the last for: '
-        f'{self._log.rows[-1]["reason"]}; once that is mended the same command goes on'
+        f'{self._log.rows[-1]["reason"]}; once that is fixed the same command continues'
       )
 
   async def _try(self, candidate: Candidate) -> None:

@@ -99,7 +99,7 @@ def load(
 
   Raises:
     MissingCheckpoint: no such directory or step.
-    CheckpointMismatch: the checkpoint is not of a policy, or of another version.
+    CheckpointMismatch: the checkpoint contains no policy, or is of another version.
     CorruptCheckpoint: it cannot be read, or differs from what was written.
   """
   path = find(directory)
@@ -118,7 +118,7 @@ def load(
 def _model(host: Mapping[str, Any], files: Mapping[str, bytes], path: str):
   if 'model' not in host or TOKENIZER_FILE not in files:
     raise CheckpointMismatch(
-      f'checkpoint {path} is not of a policy: its host part needs "model" and '
+      f'checkpoint {path} contains no policy: its host part needs "model" and '
       f'{TOKENIZER_FILE}'
     )
   try:

@@ -147,7 +147,7 @@ def parse(text: str) -> Module:
     elif current is not None and (head := _HEAD.match(line)):
       current.append(_instruction(line, head))
   if entry is None:
-    raise ValueError('this is no compiled HLO module: it has no ENTRY computation')
+    raise ValueError('not a compiled HLO module: it has no ENTRY computation')
   return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
 
 

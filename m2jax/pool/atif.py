@@ -326,7 +326,7 @@ def read(
       raise ValueError('trajectory_id and session_id are missing')
     if not isinstance(session, str) or not _SESSION.fullmatch(session):
       shown = reprlib.repr(session)
-      raise ValueError(f'session is {shown}: must be a name, which is no path')
+      raise ValueError(f'session is {shown}: must be a name, not a path')
     contents = (m.get('content') for m in messages if m['role'] == 'user')
     fields = dict(
       rank=0,

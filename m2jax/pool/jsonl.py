@@ -98,14 +98,14 @@ def load(database: Database, source: Iterable[str | bytes]) -> int:
         _insert(connection, json_lines.loads(line), of, first=number == 1)
       except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
-        raise ValueError(f'line {number}: not of a data pool: {why}') from error
+        raise ValueError(f'line {number}: not from a data pool: {why}') from error
       except sa.exc.SQLAlchemyError as error:
         if fatal(error):
           raise
         first = str(error).partition('\n')[0]
-        raise ValueError(f'line {number}: not of a data pool: {first}') from error
+        raise ValueError(f'line {number}: not from a data pool: {first}') from error
     if not number:
-      raise ValueError('no lines: not of a data pool')
+      raise ValueError('no lines: not from a data pool')
   return number
 
 

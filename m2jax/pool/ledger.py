@@ -164,7 +164,7 @@ def check_lineage(connection: sa.Connection, lineage: int) -> None:
   """Raises LineageOver unless the lineage is the current one."""
   if (current := lineages(connection).current) != lineage:
     raise LineageOver(
-      f'the data pool is of another learner, which began lineage {current} after '
+      f'the data pool belongs to another learner, which began lineage {current} after '
       f'{lineage} of this one, in the same workdir or a copy of it: nothing more of '
       'this one is stored. Let one of the two run'
     )

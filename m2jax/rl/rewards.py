@@ -256,7 +256,7 @@ def _paid(
   if unknown := trajectory.rewards.keys() - {c.id for c in completions}:
     raise ValueError(
       f'task {trajectory.task}, session {trajectory.session}: rewards for '
-      f'{sorted(unknown)}, which are none of its completions: pay by `Completion.id`'
+      f'{sorted(unknown)}, which are not its completions: key by `Completion.id`'
     )
   return np.array([trajectory.rewards.get(c.id, 0.0) for c in used])
 

@@ -87,7 +87,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   if len(slices) > 1:
     raise ValueError(
       f'mesh {config.sizes} covers {len(slices)} TPU slices: a job runs on one slice, '
-      'since nothing is placed by what its slow links between slices can carry. Take a '
+      'since no axis is placed with regard to the slow links between slices. Take a '
       'larger slice, or a job for each (docs/launch.md)'
     )
   placed = mesh_utils.create_device_mesh(

@@ -84,7 +84,7 @@ def _claim(config: Any, workdir: Path, fresh: bool) -> None:
     elif differing:
       longer = f', --config.init_from={workdir} to train on from its weights'
       raise OtherRun(
-        f'{workdir} holds a run with other settings ({"; ".join(differing)}): '
+        f'{workdir} has a run with other settings ({"; ".join(differing)}): '
         f'give another --workdir{longer if "init_from" in now else ""}, or --fresh to '
         'delete it and start anew'
       )

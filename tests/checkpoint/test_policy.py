@@ -99,7 +99,7 @@ def test_no_policy(workdir, trained, tmp_path):
   """A checkpoint without a model, or with an unknown model, is rejected by name."""
   tokens = (workdir / 'tokenizer.json').read_bytes()
   save(tmp_path / 'a', trained, 1, host={'other': 1}, tokens=tokens)
-  with pytest.raises(CheckpointMismatch, match=f'{tmp_path}/a/1 is not of a policy'):
+  with pytest.raises(CheckpointMismatch, match=f'{tmp_path}/a/1 contains no policy'):
     policy.load(tmp_path / 'a')
   newer = {'model': {**policy.host(MODEL)['model'], 'depth_scaling': True}}
   save(tmp_path / 'b', trained, 1, host=newer, tokens=tokens)

@@ -325,7 +325,7 @@ FORGED = [
   (forged({'extra': {'m2jax': {'turn': 'x'}}}), rf'{MINE}\.turn is'),
   (forged({'extra': {'m2jax': {'experts': []}}}), rf"{MINE} has no field 'experts'"),
   (forged({'extra': {'m2jax': {'overrides': [5]}}}), rf'{MINE}\.overrides is'),
-  (forged(extra={'session': '../../etc/x'}), 'session is .*no path'),
+  (forged(extra={'session': '../../etc/x'}), 'session is .*not a path'),
   (forged(extra={'session': 5}), 'session is 5'),
   (forged(session_id='..'), 'session is'),
   (forged(extra={'nonsense': 1}), r"extra\.m2jax has no field 'nonsense'"),

@@ -180,7 +180,7 @@ def test_links_are_refused(task, tmp_path, where):
   shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
   entry.symlink_to(outside if '.' not in where or where == '.' else outside / 'file')
   for read in (lambda: harbor.read(path), found.tests, found.workspace, found.setup):
-    with pytest.raises(harbor.BadTask, match='a link|no directory of a task'):
+    with pytest.raises(harbor.BadTask, match='a link|not a task directory'):
       read()
 
 

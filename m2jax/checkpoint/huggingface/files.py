@@ -139,5 +139,5 @@ class Shards:
     for file in weight_map.values():
       if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
         shown = reprlib.repr(file)
-        raise CorruptCheckpoint(f'{path}: weight_map has {shown}: no name of a file')
+        raise CorruptCheckpoint(f'{path}: weight_map has {shown}: not a file name')
     return weight_map

@@ -207,7 +207,7 @@ def _files(root: Path, *wanted: str) -> dict[str, bytes]:
     BadTask: an entry is a link or no file, or together they are too large.
   """
   if root.is_symlink() or not root.is_dir():
-    raise BadTask(f'{root}: no directory of a task')
+    raise BadTask(f'{root}: not a task directory')
   found, left = {}, MAX_BYTES
   folders = tuple(name for name in wanted if name.endswith('/'))
   try:

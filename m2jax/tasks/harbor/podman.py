@@ -59,7 +59,7 @@ class _Logs:
   async def read(self, path: str, limit: int) -> bytes:
     found = self._root / path.partition('/')[2]
     if found.is_symlink() or found.exists() and not found.is_file():
-      raise sandbox.SandboxPathError(f'{path} is no regular file')
+      raise sandbox.SandboxPathError(f'{path} is not a regular file')
     with open(found, 'rb') as file:
       return file.read(limit)
 
