@@ -155,7 +155,7 @@ $(DOCS_VENV)/.installed: Makefile
 # environment is there.
 docs: $(DOCS_VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --site-dir $(SITE)
-	@echo 'the site is in $(SITE)/index.html'
+	@echo '$(SITE)/index.html; with its search: python -m http.server -d $(SITE)'
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

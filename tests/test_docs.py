@@ -28,9 +28,10 @@ OUTSIDE = [
   ROOT / f'{name}.md' for name in ('README', 'CONTRIBUTING', 'AGENTS', 'CHANGELOG')
 ]
 PAGES = [*OUTSIDE, *sorted(DOCS.rglob('*.md'))]
-# One set of targets; those with a pattern or a variable in their name are spelled out.
+# Targets of make; those of a pattern are spelled out.
 TARGETS = set(re.findall(r'(?m)^([a-z][a-z-]*):', (ROOT / 'Makefile').read_text()))
-TARGETS |= {f'test-{part}' for part in 'benchmarks launch pipelines plan viewer'.split()}
+PARTS = ('benchmarks', 'launch', 'pipelines', 'plan', 'viewer')
+TARGETS |= {f'test-{part}' for part in PARTS}
 CITED = re.compile(
   r'([a-z0-9-]+)\.md((?:,? (?:and )?§[0-9]+(?:\.[0-9]+)*(?:–[0-9]+)?)+)'
 )

@@ -14,7 +14,7 @@ MKDOCS = ROOT / os.environ.get('DOCS_VENV', '.venv-docs') / 'bin' / 'mkdocs'
 @pytest.mark.long
 @pytest.mark.skipif(not MKDOCS.exists(), reason=f'no {MKDOCS}: `make docs` installs it')
 def test_it_builds_in_strict_mode_and_needs_no_other_host(tmp_path):
-  """No warning, no dead link or anchor, and no script, style or image from elsewhere."""
+  """No warning, dead link or anchor; no script, style or image from elsewhere."""
   done = subprocess.run(
     [MKDOCS, 'build', '--quiet', '--site-dir', tmp_path],
     cwd=ROOT,

@@ -450,7 +450,7 @@ def folder():
 
 @needs_environment
 def test_the_pages_agent_solves_a_task(play, tok, folder, monkeypatch):
-  """docs/agents.md and docs/your_agent.md: an agent around OpenAI's client, and its config."""
+  """docs/agents.md's agent around OpenAI's client, docs/your_agent.md's config."""
   root = pathlib.Path(__file__).parent.parent.parent
   (agent,) = re.findall(
     r'```python\n(# loop.py.*?)```', (root / 'docs/agents.md').read_text(), re.DOTALL
