@@ -24,10 +24,10 @@ TESTS = {
   if path.is_relative_to(ROOT / 'tests')
   for name in re.findall(r'def (test_\w+)', path.read_text())
 }
-OUTSIDE = [
-  ROOT / f'{name}.md' for name in ('README', 'CONTRIBUTING', 'AGENTS', 'CHANGELOG')
+PAGES = [
+  *(ROOT / f'{name}.md' for name in ('README', 'CONTRIBUTING', 'AGENTS', 'CHANGELOG')),
+  *sorted(DOCS.rglob('*.md')),
 ]
-PAGES = [*OUTSIDE, *sorted(DOCS.rglob('*.md'))]
 # Targets of make; those of a pattern are spelled out.
 TARGETS = set(re.findall(r'(?m)^([a-z][a-z-]*):', (ROOT / 'Makefile').read_text()))
 PARTS = ('benchmarks', 'launch', 'pipelines', 'plan', 'viewer')
@@ -109,6 +109,7 @@ def test_links_and_named_tests_are_there(page):
 def test_commands_are_there(page):
   """Modules, configs and make targets that a page tells a reader to run exist."""
   text = page.read_text().replace('\\\n', ' ')
+  code = re.findall(r'(?ms)^ *```.*?^ *```|`[^`]+`|^    .*?$', text)
   for name in re.findall(
     r'python -m ((?:m2jax|experiments|benchmarks|launch|tests)[\w.]*)', text
   ):
@@ -117,7 +118,7 @@ def test_commands_are_there(page):
     assert found, f'{page.name} runs {name}'
   for name in re.findall(r'--config=(configs/\w+\.py)', text):
     assert (ROOT / name).exists(), f'{page.name} uses {name}'
-  for name in re.findall(r'(?m)(?:^|`)make ([a-z][a-z-]*)', text):
+  for name in re.findall(r'(?m)^[` ]*make ([a-z][a-z-]*)', '\n'.join(code)):
     assert name in TARGETS, f'{page.name} runs make {name}'
 
 
