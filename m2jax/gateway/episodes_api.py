@@ -31,7 +31,7 @@ from m2jax.records import COMPLETION_PREFIX
 
 _BODY_BYTES = 64 << 10
 _ID = re.compile('(?:chatcmpl-|msg_|resp_)([0-9a-f]{32})')  # of the three dialects
-_SUCCESS = fields.number(0, 1)
+_SUCCESS, _REWARD = fields.number(0, 1), fields.number(-math.inf, math.inf)
 _REASONS = (
   'answer', 'max_turns', 'length', 'context', 'timeout', 'exit', 'limit',
   'infrastructure',
@@ -136,13 +136,7 @@ def _rewards(found: dict[str, Any]) -> dict[str, float]:
     raise invalid('must be an object: the id of a response and its reward', 'rewards')
   rewards: dict[str, float] = {}
   for id_, reward in given.items():
-    number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    try:
-      finite = number and math.isfinite(reward)
-    except OverflowError:  # an integer above any float
-      finite = False
-    if not finite:
-      raise invalid('must be a finite number', f'rewards.{id_[:100]}')
+    reward = _REWARD.read(reward, f'rewards.{id_[:100]}')  # finite, as all JSON here
     match = _ID.fullmatch(id_)
     rewards[COMPLETION_PREFIX + match[1] if match else id_] = float(reward)
   return rewards

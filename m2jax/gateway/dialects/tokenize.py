@@ -73,11 +73,7 @@ def body(
   }
 
 
-def _schema(model: dict) -> dict:
-  return schemas.any_(_MESSAGES.schema(model), _PROMPT.schema(model))
-
-
 DIALECT = Counting(
-  name='tokenize', path='/tokenize', schema=_schema, parse=parse, body=body,
-  error=ApiError.body,
+  name='tokenize', path='/tokenize', parse=parse, body=body, error=ApiError.body,
+  schema=lambda model: schemas.any_(_MESSAGES.schema(model), _PROMPT.schema(model)),
 )  # fmt: skip

@@ -12,9 +12,8 @@ Treatment of each field:
 - output_config.format and output_format, tool_choice 'any' and 'tool' (`formats`):
   rejected in a training session; with both, the call has no text to be formatted;
 - accepted and counted: thinking of the type 'disabled', or with a budget (M2 always
-  thinks, as long as it likes),
-  disable_parallel_tool_use, context_management that edits the context, `is_error`,
-  redacted thinking, and fields that the real service does not have;
+  thinks, as long as it likes), disable_parallel_tool_use, context_management that edits
+  the context, `is_error`, redacted thinking, and fields that the real service lacks;
 - without effect, as the model and its prompt know nothing of the kind, and counted:
   `no_effect`, other fields of output_config and of tools; not counted: cache_control of
   blocks and tools, which Claude Code sends in each request.
