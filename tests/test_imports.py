@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import house
 
 _ROOT = Path(__file__).parent.parent
 
@@ -38,3 +41,11 @@ def test_the_contract_can_fail(tmp_path):
   done = _lint(config)
   assert done.returncode == 1, done.stdout + done.stderr
   assert 'not allowed to import' in done.stdout
+
+
+def test_a_cycle_is_no_house(monkeypatch):
+  """Else the arrows of a cycle would be missing: each implies the others."""
+  found = {'m2jax.a': {'m2jax.b'}, 'm2jax.b': {'m2jax.a'}, 'm2jax.c': set()}
+  monkeypatch.setattr(house, 'imports', lambda package: found)
+  with pytest.raises(graphlib.CycleError, match='m2jax.a'):
+    house.draw()

@@ -37,6 +37,7 @@ from m2jax.train import workdir as workdir_lib
 from m2jax.train.loop import Run
 
 DEMONSTRATIONS = 'demonstrations.jsonl'
+KEEP = 2  # newest checkpoints of RL; those of `keep_every_steps` are for evaluations
 
 _Made = TypeVar('_Made')
 
@@ -268,6 +269,12 @@ def learner(
     sharding,
     served,
   )
+
+
+def checkpoints(config: ForgeConfig, workdir: Path) -> CheckpointManager:
+  """The manager of RL's checkpoints, for the loop or for a process that follows it."""
+  every = config.rl.keep_every_steps
+  return CheckpointManager(workdir / 'rl', keep=KEEP, keep_every_steps=every)
 
 
 # Settings that determine the SFT weights; a control shares them with its run.

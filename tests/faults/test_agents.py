@@ -7,8 +7,9 @@ import time
 import pytest
 
 from m2jax.agents import episodes
+from m2jax.forge import shared
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import agents, learner, shared
+from m2jax.forge.roles import agents, learner
 from tests.faults import stuck
 
 

@@ -44,8 +44,8 @@ def test_leases_and_deadlines(groups, start, jump):
   side.worker.step(0.01)
   jump()
   for index in range(3):
-    before = groups._seen
-    wait_until(lambda b=before: {*groups._seen.items()} - {*b.items()})  # heartbeats
+    attempts, before = groups._attempts, groups._attempts._seen
+    wait_until(lambda b=before: {*attempts._seen.items()} - {*b.items()})  # heartbeats
     side.runner.end(index)
     wait_until(lambda n=index + 1: groups.queue.state().completed == n, side)
   assert (groups.reissued, side.worker.lost, side.worker.reported) == (0, 0, 3)

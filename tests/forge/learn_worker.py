@@ -134,8 +134,10 @@ def main(
 
   from m2jax import tasks
   from m2jax.checkpoint.manager import CheckpointManager
-  from m2jax.forge import follow, lead, prepare, rl_loop, roles
-  from m2jax.forge.commands import Commands
+  from m2jax.forge import prepare, rl_loop
+  from m2jax.forge.processes import follow, lead
+  from m2jax.forge.processes.commands import Commands
+  from m2jax.forge.roles import in_process
   from m2jax.observe import metrics as metrics_lib
   from m2jax.pool import data_pool
   from tests import quick
@@ -162,7 +164,7 @@ def main(
     CheckpointManager(workdir / 'rl', keep=2) as manager,
   ):
     runner = Runner(pool, next(iter(tasks.families(settings.tasks))))
-    running = roles.Rollouts(settings, pool, Engine(), Gateway(), runner)
+    running = in_process.Rollouts(settings, pool, Engine(), Gateway(), runner)
     learner, manager = lead.lead(learner, manager, commands, workdir)
     train = learner.update
 

@@ -12,15 +12,15 @@ import pytest
 
 from m2jax.checkpoint import CheckpointError, published
 from m2jax.checkpoint.errors import CorruptCheckpoint, MissingCheckpoint
-from m2jax.forge import lead_weights
-from m2jax.forge.commands import Stopped
+from m2jax.forge.errors import Stopped
+from m2jax.forge.processes import lead_weights
 
 TIMEOUT_S = 60
 LIKE = {'w': jax.ShapeDtypeStruct((3,), np.float32)}
 
 
 class Channel:
-  """`forge.commands.Commands` between two threads; is both of its ends."""
+  """`forge.processes.commands.Commands` between two threads; is both of its ends."""
 
   def __init__(self):
     self._commands, self._answers = queue.Queue(), queue.Queue()

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from m2jax.forge import lead_engine, lead_weights
-from m2jax.forge.commands import Stopped
+from m2jax.forge.errors import Stopped
+from m2jax.forge.processes import lead_engine, lead_weights
 from m2jax.rollout.api import EngineLost, GenerateRequest, SamplingParams
 from tests.rollout.engine.test_engine import prompt
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 120
 
 
 class Sent:
-  """`forge.commands.Commands` within one process: JSON texts, in order."""
+  """`forge.processes.commands.Commands` within one process: JSON texts, in order."""
 
   several = True
 

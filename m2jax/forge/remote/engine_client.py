@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import functools
 import json
 import threading
 import time
@@ -22,7 +21,7 @@ import httpx
 from absl import logging
 
 from m2jax.agents import http
-from m2jax.checks import require
+from m2jax.forge.config import RemoteConfig
 from m2jax.forge.remote import wire
 from m2jax.rollout.api import (
   EngineError,
@@ -37,27 +36,6 @@ from m2jax.rollout.serving import requests
 from m2jax.rollout.tiers.page_journal import PageJournal
 
 _FRAME_LIMIT_BYTES = 1 << 31  # expert ids of a long context
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteConfig:
-  """How an engine in another process is used.
-
-  Attributes:
-    connect_timeout_s: to establish a connection.
-    silence_timeout_s: without a byte from the engine, after which a request fails; the
-      engine gives a sign of life every `EngineServerConfig.alive_s`.
-    poll_s: between requests for its statistics, and for changes of its cached pages.
-  """
-
-  connect_timeout_s: float = 5.0
-  silence_timeout_s: float = 30.0
-  poll_s: float = 1.0
-
-  def __post_init__(self):
-    check = functools.partial(require, self)
-    for field in dataclasses.fields(self):
-      check(getattr(self, field.name) > 0, field.name, 'positive')
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from m2jax import records, tasks
-from m2jax.forge import leased_groups, roles, rollout_groups
+from m2jax.forge import groups as groups_lib
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import agents
+from m2jax.forge.roles import agents, in_process
 from m2jax.pool import leases
 from m2jax.pool.data_pool import DataPool
 from tests import waiting
@@ -77,7 +77,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
   clock = Clock()
-  monkeypatch.setattr(leased_groups, 'time', clock)
+  monkeypatch.setattr(groups_lib, 'time', clock)
   return clock
 
 
@@ -98,8 +98,8 @@ def pool(tmp_path):
 @pytest.fixture
 def groups(pool, config):
   """The learner's side: three items, submitted."""
-  running = roles.Rollouts(config, pool, Scheduler(), None, None, leased=True)
-  groups = leased_groups.LeasedGroups(config, running)
+  running = in_process.Rollouts(config, pool, Scheduler(), None, None, leased=True)
+  groups = groups_lib.Groups(config, running)
   with contextlib.closing(groups):
     groups.queue.resume(None)
     groups.fill()
@@ -196,9 +196,9 @@ def test_agents_that_only_fail_end_the_run(groups, start, pool, monkeypatch):
   `max_failed_groups` in a row, long before the items' deadline. Agents that are stopped
   count for nothing."""
   for name in ('_SHORTEST_PAUSE_S', '_LONGEST_PAUSE_S'):
-    monkeypatch.setattr(leased_groups, name, 0.01)
-    monkeypatch.setattr(rollout_groups, name, 0.05)
-  monkeypatch.setattr(rollout_groups, '_POLL_S', 0.01)
+    monkeypatch.setattr(groups_lib, name, 0.05)
+  for name in ('_AGAIN_PAUSE_S', '_POLL_S'):
+    monkeypatch.setattr(groups_lib, name, 0.01)
   groups._rl = dataclasses.replace(groups._rl, max_failed_groups=6)
   stopped = start()
   stopped.worker.step(0.01)
@@ -249,10 +249,10 @@ def test_agents_that_are_killed(groups, start, config, clock):
   lost, other = start(), start()
   lost.worker.step(0.01)  # a claim is the last sign of life
   lost.worker._stopping.set()  # no heartbeats from now on
-  wait_until(lambda: len(groups._seen) == 3)
+  wait_until(lambda: len(groups._attempts._seen) == 3)
   clock.ahead_s = 0.9 * config.roles.lease_s
-  seen = groups._seen
-  wait_until(lambda: groups._seen is not seen)
+  seen = groups._attempts._seen
+  wait_until(lambda: groups._attempts._seen is not seen)
   assert not groups.reissued
   clock.ahead_s = config.roles.lease_s
   wait_until(lambda: len(other.runner.running) == 3, other)
@@ -270,11 +270,11 @@ def test_agents_that_are_killed(groups, start, config, clock):
 def test_agents_that_live_keep_their_leases(groups, start, clock):
   side = start(lease_s=0.1)
   side.worker.step(0.01)
-  wait_until(lambda: len(groups._seen) == 3)
+  wait_until(lambda: len(groups._attempts._seen) == 3)
   for _ in range(3):
-    before = {index: lease for index, (lease, _) in groups._seen.items()}
+    before = {index: lease for index, (lease, _) in groups._attempts._seen.items()}
     clock.ahead_s += 2.0  # half a lease
-    wait_until(lambda b=before: all(groups._seen[i][0] != b[i] for i in b))
+    wait_until(lambda b=before: all(groups._attempts._seen[i][0] != b[i] for i in b))
   assert groups.reissued == 0 and len(side.runner.running) == 3
 
 
@@ -303,11 +303,14 @@ def test_a_learner_that_restarts(groups, start, pool, config):
   groups.close()
   side.runner.end(2)
   wait_until(lambda: side.worker.reported == 1, side)
-  running = roles.Rollouts(config, pool, Scheduler(), None, None, leased=True)
-  again = leased_groups.LeasedGroups(config, running)
+  running = in_process.Rollouts(config, pool, Scheduler(), None, None, leased=True)
+  again = groups_lib.Groups(config, running)
   with contextlib.closing(again):
-    assert [i.index for i in again.queue.resume(None)] == [0, 1]
+    items = again.queue.resume(None)
+    assert [item.index for item in items] == [0, 1]
     again.fill()
+    for item in items:
+      again.start(item)
     assert again.queue.state().completed == 1
     wait_until(lambda: side.worker.lost == 2, side)
     wait_until(lambda: (1, 'rl-1-1') in side.runner.attempts, side)

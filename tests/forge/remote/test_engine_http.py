@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2jax.forge.config import EngineServerConfig, RemoteConfig
 from m2jax.forge.remote import engine_client, engine_server, page_log, wire
 from m2jax.rollout.api import (
   EngineError,
@@ -32,7 +33,7 @@ from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
 from tests.waiting import wait_until
 
 CONTEXT = ENGINE_CONFIG.context_tokens
-QUICK = engine_client.RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
+QUICK = RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
 ALIVE_S = 0.5  # well before a silence of that length
 
 
@@ -42,7 +43,7 @@ def connect():
   with contextlib.ExitStack() as stack:
 
     def start(scheduler, *, key='', their_key=None, config=ENGINE_CONFIG, **fields):
-      settings = engine_server.EngineServerConfig(**{'alive_s': ALIVE_S, **fields})
+      settings = EngineServerConfig(**{'alive_s': ALIVE_S, **fields})
       server = engine_server.EngineServer(settings, scheduler, key)
       stack.enter_context(server)
       client = engine_client.RemoteScheduler(
@@ -183,7 +184,7 @@ def test_signs_of_life(connect, scripted):
 def test_an_engine_that_restarts(scripted):
   """Requests in flight and meanwhile fail with EngineError; later ones are served."""
   engine = scripted(lambda r: range(1, 21), delay_s=0.4)
-  config = engine_server.EngineServerConfig(stop_timeout_s=1)
+  config = EngineServerConfig(stop_timeout_s=1)
   with engine_server.EngineServer(config, engine) as first:
     port = int(first.url.rpartition(':')[2])
     client = engine_client.RemoteScheduler(
@@ -278,7 +279,7 @@ def test_two_engines_as_one(connect, serve):
     router.submit(request(prompt, 2)).future.result(30)
     assert local[0].stats()['completions'] == 1
     server = engine_server.EngineServer(
-      engine_server.EngineServerConfig(port=port, alive_s=ALIVE_S), local[1]
+      EngineServerConfig(port=port, alive_s=ALIVE_S), local[1]
     )
     with server:
       wait_until(lambda: router.stats()['living_replicas'] == 2)
@@ -355,7 +356,7 @@ def test_keys(connect, scripted):
 
 def test_beyond_loopback_only_with_a_key(scripted):
   engine = scripted(lambda r: [1])
-  config = engine_server.EngineServerConfig(host='0.0.0.0')
+  config = EngineServerConfig(host='0.0.0.0')
   with pytest.raises(ValueError, match="EngineServerConfig.host='0.0.0.0'.*key"):
     engine_server.EngineServer(config, engine)
   engine_server.EngineServer(config, engine, 'secret')

@@ -10,8 +10,8 @@ import types
 import httpx
 
 from m2jax.checkpoint import policy
-from m2jax.forge.remote import gateway as gateway_role
-from m2jax.forge.remote import shared
+from m2jax.forge import shared
+from m2jax.forge.roles import gateway as gateway_role
 from m2jax.pool.data_pool import DataPool
 from m2jax.train.workdir import open_workdir
 from tests import processes

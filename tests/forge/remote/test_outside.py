@@ -9,7 +9,8 @@ import time
 import httpx
 import pytest
 
-from m2jax.forge.remote.outside import Leased, Recorded, RecordedConfig
+from m2jax.forge.config import RecordedConfig
+from m2jax.forge.roles.outside import Leased, Recorded
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.pool import atif, jsonl, leases

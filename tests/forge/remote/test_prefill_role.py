@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from m2jax.checkpoint import published
-from m2jax.forge.config import ForgeConfig
+from m2jax.forge.config import ForgeConfig, RolesConfig
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import config as config_lib
-from m2jax.forge.remote import engine as engine_role
-from m2jax.forge.remote import prefill as prefill_role
+from m2jax.forge.roles import engine as engine_role
+from m2jax.forge.roles import prefill as prefill_role
 from m2jax.rollout.api import GenerateRequest, SamplingParams
 from m2jax.rollout.disaggregation.handover import HandoverConfig
 from m2jax.rollout.serving.config import SchedulerConfig
@@ -26,7 +25,7 @@ KEY = 'k' * 43
 
 
 def settings(address: str) -> ForgeConfig:
-  roles = config_lib.RolesConfig(
+  roles = RolesConfig(
     prefill_address=address,
     handover=HandoverConfig(local_tokens=ENGINE_CONFIG.page_tokens),
   )
@@ -100,7 +99,7 @@ def test_the_run_is_watched(monkeypatch, tmp_path):
 
 def test_settings_are_checked(tmp_path):
   with pytest.raises(ValueError, match='RolesConfig.prefill_address=.*tcp:HOST:PORT'):
-    config_lib.RolesConfig(prefill_address='http://127.0.0.1:8104')
+    RolesConfig(prefill_address='http://127.0.0.1:8104')
   load = prefill_role.load_number(published.Reader(tmp_path / 'weights'), None)
   with pytest.raises(LookupError, match='policy version 7'):
     load(7)

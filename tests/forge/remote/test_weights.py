@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from m2jax.checkpoint import published
-from m2jax.forge.remote import engine as engine_role
-from m2jax.forge.remote import gateway as gateway_role
-from m2jax.forge.remote import shared
-from m2jax.forge.remote.engine_client import RemoteConfig, RemoteScheduler
-from m2jax.forge.remote.engine_server import EngineServer, EngineServerConfig
-from m2jax.forge.remote.learner import PublishedWeights
+from m2jax.forge import shared
+from m2jax.forge.config import EngineServerConfig, RemoteConfig
+from m2jax.forge.remote.engine_client import RemoteScheduler
+from m2jax.forge.remote.engine_server import EngineServer
+from m2jax.forge.roles import engine as engine_role
+from m2jax.forge.roles import gateway as gateway_role
+from m2jax.forge.roles.learner import PublishedWeights
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.pool.data_pool import DataPool

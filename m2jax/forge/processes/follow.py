@@ -2,7 +2,7 @@
 
 Process 0 has the pool, the gateway, the agents, the rollout engine, the metrics and the
 budget. The others train with it on the mesh: SFT, and then every update of RL, each
-from its own rows of the step's files (`forge.step_files`).
+from its own rows of the step's files (`step_files`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import jax
 from absl import logging
 
 from m2jax import sharding as sharding_lib
-from m2jax.forge import prepare, rl_loop
-from m2jax.forge.commands import Commands
+from m2jax.forge import prepare, shared
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.remote import shared
-from m2jax.forge.step_files import DIRECTORY, StepFiles
+from m2jax.forge.processes.commands import Commands
+from m2jax.forge.processes.step_files import DIRECTORY, StepFiles
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl.learner import Learner, Packed
 from m2jax.sharding import Sharding
@@ -79,7 +78,7 @@ def _phases(config, workdir, sharding, served, commands, metrics) -> None:
 
 
 class Publishes:
-  """Publishes weights with process 0, if it does (`forge.remote.learner`)."""
+  """Publishes weights with process 0, if it does (`forge.roles.learner`)."""
 
   def __init__(self, config: ForgeConfig, workdir: Path):
     self._open = functools.partial(shared.publisher, config, workdir)
@@ -105,7 +104,7 @@ def follow_rl(
   SIGTERM here stops process 0 at its next step boundary.
   """
   files, buckets = StepFiles(workdir / DIRECTORY), config.rl.learner.buckets
-  with rl_loop.checkpoints(config, workdir) as manager:
+  with prepare.checkpoints(config, workdir) as manager:
     while True:
       command = commands.receive()
       match command['do']:

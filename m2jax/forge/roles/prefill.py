@@ -16,10 +16,10 @@ from absl import logging
 
 from m2jax import sharding as sharding_lib
 from m2jax.checkpoint import published
+from m2jax.forge import shared
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import shared
-from m2jax.forge.remote.engine import load_first, number
+from m2jax.forge.roles.engine import load_first, number
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 from m2jax.rollout.disaggregation.prefill_server import PrefillServer
 from m2jax.rollout.engine.engine import Engine

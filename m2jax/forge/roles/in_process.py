@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from m2jax.agents import episodes
-from m2jax.forge import watch
 from m2jax.forge.config import ForgeConfig, RolloutConfig
+from m2jax.forge.roles import watch
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.pool.data_pool import DataPool

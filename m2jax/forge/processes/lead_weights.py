@@ -3,7 +3,7 @@
 Process 0 finds the versions. Of each it has the other processes read their parts,
 beside its own and while all decode, and waits until every process has: a version that
 one of them cannot read is one that nobody serves. The engine's thread then exchanges
-the weights in all processes by the number of that reading (`forge.lead_engine`).
+the weights in all processes by the number of that reading (`lead_engine`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax
 from absl import logging
 
 from m2jax.checkpoint import CheckpointError, published
-from m2jax.forge.commands import Commands, Stopped
+from m2jax.forge.errors import Stopped
+from m2jax.forge.processes.commands import Commands
 
 
 class Numbers:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from absl import logging
 
-from m2jax.forge.remote import shared
+from m2jax.forge import shared
 from m2jax.gateway.server import Gateway
 from m2jax.viewer import api, serving
 from m2jax.viewer.run import Run

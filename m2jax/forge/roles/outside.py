@@ -2,7 +2,7 @@
 
 `Recorded` records them, for a gateway without a learner, within the bounds of
 `RecordedConfig`. `Leased` hands out the work
-items of a training run: it claims a group as `forge.remote.agents` does, gives each of
+items of a training run: it claims a group as `forge.roles.agents` does, gives each of
 its episodes to the next agent that asks, and reports the group when all have ended. An
 episode that nobody ends within `max_age_s` is an infrastructure failure (law 5).
 """
@@ -18,7 +18,7 @@ import uuid
 from absl import logging
 
 from m2jax import tasks
-from m2jax.checks import require
+from m2jax.forge.config import RecordedConfig
 from m2jax.gateway.episodes_api import Begun, End
 from m2jax.gateway.errors import ApiError
 from m2jax.gateway.sessions import Session, Sessions
@@ -68,31 +68,6 @@ class _Open:
       tool_calls=0,
       **dataclasses.asdict(end),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedConfig:
-  """Bounds of what a gateway without a learner records.
-
-  Attributes:
-    max_open: episodes at once; more get a 503.
-    idle_s: without a request for so long an episode ends as an infrastructure failure,
-      and the session of a client's own key is forgotten: its next request begins one.
-    keep_s, keep_sessions, keep_bytes: what is older, or above this number of sessions
-      or of bytes of token ids, is deleted from the database, the oldest sessions first.
-    every_s: how often.
-  """
-
-  max_open: int = 1024
-  idle_s: float = 6 * 3600.0
-  keep_s: float = 30 * 86_400.0
-  keep_sessions: int = 100_000
-  keep_bytes: int = 4 << 30
-  every_s: float = 60.0
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      require(self, getattr(self, field.name) > 0, field.name, 'positive')
 
 
 class Recorded:
@@ -229,9 +204,7 @@ class Leased:
       group = opened.group
       group.ended.append(opened.trajectory(end))
       if len(group.ended) == group.claim.item.group_size:
-        judged = any(t.end_reason != 'infrastructure' for t in group.ended)
-        reason = group.ended[0].error or 'infrastructure'
-        self._report(group, leases.COMPLETE if judged else leases.AGAIN + reason)
+        self._report(group, leases.outcome(group.ended))
       return True
 
   def _claim(self) -> _Group | None:

@@ -1,7 +1,8 @@
 """The engine's role: serves the weights that were published last.
 
 An engine of several processes is served by its process 0, whose calls the others make
-(`forge.lead_engine`); all of them read the weights (`forge.lead_weights`).
+(`processes.lead_engine`); all of them read the weights
+(`processes.lead_weights`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import jax
 from absl import logging
 
 from m2jax.checkpoint import CheckpointError, published
-from m2jax.forge import lead_engine
-from m2jax.forge.commands import Commands
-from m2jax.forge.config import ForgeConfig
+from m2jax.forge import shared
+from m2jax.forge.config import ForgeConfig, port
 from m2jax.forge.errors import ProcessLost, RolloutsFailed
-from m2jax.forge.lead_weights import FollowReader, LeadReader
-from m2jax.forge.remote import config as config_lib
-from m2jax.forge.remote import shared
+from m2jax.forge.processes import lead_engine
+from m2jax.forge.processes.commands import Commands
+from m2jax.forge.processes.lead_weights import FollowReader, LeadReader
 from m2jax.forge.remote.engine_server import EngineServer
 from m2jax.records import policy_version
 from m2jax.rollout.api import Serving
@@ -179,7 +179,7 @@ def _serve(config: ForgeConfig, engine: Any, reader: Any, like: Any, key: str) -
   server = roles.engine_server
   if not server.port:
     url = roles.engine_urls[roles.engine]
-    server = dataclasses.replace(server, port=config_lib.port(url))
+    server = dataclasses.replace(server, port=port(url))
   scheduler = make_scheduler(config, engine, variables, number(version), key)
   del variables
   try:

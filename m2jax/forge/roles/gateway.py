@@ -13,12 +13,11 @@ from pathlib import Path
 from absl import logging
 
 from m2jax import records
-from m2jax.forge import watch
-from m2jax.forge.config import ForgeConfig
-from m2jax.forge.remote import config as config_lib
-from m2jax.forge.remote import shared
+from m2jax.forge import shared
+from m2jax.forge.config import ForgeConfig, port
 from m2jax.forge.remote.engine_client import RemoteScheduler
-from m2jax.forge.remote.outside import Leased
+from m2jax.forge.roles import watch
+from m2jax.forge.roles.outside import Leased
 from m2jax.gateway.server import Gateway
 from m2jax.gateway.session_api import RemoteSessions
 from m2jax.pool.data_pool import DataPool
@@ -79,7 +78,7 @@ def run(config: ForgeConfig, workdir: Path) -> None:
   )
   tok = shared.wait_for_tokenizer(workdir)
   if not settings.port:
-    settings = dataclasses.replace(settings, port=config_lib.port(roles.gateway_url))
+    settings = dataclasses.replace(settings, port=port(roles.gateway_url))
   # Longer than an episode can last.
   age_s = 2 * config.episodes.evaluation_deadline_s
   if config.rl is not None:

@@ -24,23 +24,11 @@ import jax
 from jax._src import distributed  # JAX has no public access to the key-value store
 
 from m2jax import checks
+from m2jax.forge.errors import Stopped
 
 _POLL_MS = 2000  # so that signals are handled
 _ANSWER_POLL_S = 0.02
 _FAILED = 'forge/failed'
-
-
-class Stopped(RuntimeError):
-  """Another process of the job has stopped, which ends this one too.
-
-  Attributes:
-    repeatable: whether the same command may succeed: not where that process reported an
-      error of the user.
-  """
-
-  def __init__(self, reason: str, repeatable: bool = True):
-    super().__init__(reason)
-    self.repeatable = repeatable
 
 
 class Commands:

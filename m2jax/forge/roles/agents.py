@@ -22,10 +22,9 @@ from typing import Any
 from absl import logging
 
 from m2jax.agents import episodes
-from m2jax.forge.config import ForgeConfig
+from m2jax.forge import shared
+from m2jax.forge.config import ForgeConfig, RolesConfig
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import shared
-from m2jax.forge.remote.config import RolesConfig
 from m2jax.forge.remote.gateway_client import GatewayClient, SessionClient
 from m2jax.pool import data_pool, leases
 from m2jax.records import Trajectory
@@ -155,13 +154,11 @@ class Worker:
     group = self._groups.get(lease)
     if group is None or group.future.cancelled():
       return
-    end = leases.COMPLETE
     if error := group.future.exception():  # a bug: it would fail again
       logging.error('item %d', group.claim.item.index, exc_info=error)
-      end = leases.FAILED + repr(error)
-    elif all(t.end_reason == 'infrastructure' for t in group.ended):
-      end = leases.AGAIN + (group.ended[0].error or 'infrastructure')
-    self._finish(lease, end)
+      self._finish(lease, leases.FAILED + repr(error))
+    else:
+      self._finish(lease, leases.outcome(group.ended))
 
   def _finish(self, lease: str, end: str) -> None:
     group = self._groups.get(lease)

@@ -1,7 +1,7 @@
 """The learner and the checkpoints of process 0, where several processes train.
 
-Each call that needs all processes is commanded to the others (`forge.follow`) before
-process 0 makes it. `forge.rl_loop` uses these as it uses the plain ones.
+Each call that needs all processes is commanded to the others (`follow`) before process
+0 makes it. `forge.rl_loop` uses these as it uses the plain ones.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m2jax.checkpoint.manager import CheckpointManager, Restored
-from m2jax.forge.commands import Commands
-from m2jax.forge.step_files import DIRECTORY, StepFiles
+from m2jax.forge.processes.commands import Commands
+from m2jax.forge.processes.step_files import DIRECTORY, StepFiles
 from m2jax.records import Lineages
 from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards

@@ -17,12 +17,12 @@ from absl import logging
 
 from m2jax.agents import episodes
 from m2jax.checkpoint import published
-from m2jax.forge import roles
-from m2jax.forge.commands import Commands
+from m2jax.forge import shared
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.remote import engine as engine_role
-from m2jax.forge.remote import shared
+from m2jax.forge.processes.commands import Commands
 from m2jax.forge.remote.gateway_client import GatewayClient, SessionClient
+from m2jax.forge.roles import engine as engine_role
+from m2jax.forge.roles import in_process
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import policy_version
 from m2jax.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ class EvaluationRunner(episodes.Runner):
 
 
 def rollouts_in(workdir: Path, commands: Commands):
-  """`roles.rollouts` for a learner whose other roles are processes of their own.
+  """`in_process.rollouts` for a learner whose other roles are processes of their own.
 
   `commands`: to the learner's other processes, which publish their parts.
   """
@@ -119,7 +119,7 @@ def rollouts_in(workdir: Path, commands: Commands):
   @contextlib.contextmanager
   def rollouts(
     config: ForgeConfig, variables: Any, tok: Tokenizer, pool: DataPool, version: int
-  ) -> Iterator[roles.Rollouts]:
+  ) -> Iterator[in_process.Rollouts]:
     del tok  # the gateway's role reads it
     url = config.roles.gateway_url
     shared.make_keys(config, workdir)
@@ -138,6 +138,6 @@ def rollouts_in(workdir: Path, commands: Commands):
       with EvaluationRunner(
         *(config.episodes, gateway.base_url, sessions), weights=weights
       ) as runner:
-        yield roles.Rollouts(config, pool, weights, gateway, runner, leased=True)
+        yield in_process.Rollouts(config, pool, weights, gateway, runner, leased=True)
 
   return rollouts

@@ -1,10 +1,10 @@
 """The rollout engine over several processes: the calls of process 0, made by all.
 
 Process 0 has scheduler, gateway and tasks, and makes every call on the engine from one
-thread. Each is sent to the other processes before (`forge.commands`), by its name and
-with its host arrays, a few kilobytes; they make the same call on the same mesh. Weights
-are not sent: all processes have read them, and a call names them by a number
-(`forge.lead_weights`).
+thread. Each is sent to the other processes before (`commands`), by its name and with
+its host arrays, a few kilobytes; they make the same call on the same mesh. Weights are
+not sent: all processes have read them, and a call names them by a number
+(`lead_weights`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from m2jax.config import ModelConfig
-from m2jax.forge.commands import Commands, Stopped
-from m2jax.forge.lead_weights import Numbers
+from m2jax.forge.errors import Stopped
+from m2jax.forge.processes.commands import Commands
+from m2jax.forge.processes.lead_weights import Numbers
 from m2jax.rollout.api import EngineLost
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.decode_state import DecodeState, Drafted, Sampled, Slots
