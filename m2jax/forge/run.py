@@ -196,9 +196,11 @@ class _Run:
     config, commands = self._config, self._commands
     self._view.begin('RL')
     commands.send('rl')
-    learner = prepare.learner(config, variables, self._sharding, self._served)
-    with prepare.checkpoints(config, self._workdir) as manager:
-      learner, manager = lead.lead(learner, manager, commands, self._workdir)
+    of_learner, of_manager = lead.kinds(commands, self._workdir)
+    learner = prepare.learner(
+      *(config, variables, self._sharding, self._served), make=of_learner
+    )
+    with prepare.checkpoints(config, self._workdir, of_manager) as manager:
       with rl_loop.RlLoop(
         config,
         running,

@@ -43,8 +43,9 @@ def test_leases_and_deadlines(groups, start, jump):
   side = start(lease_s=0.2)
   side.worker.step(0.01)
   jump()
+  attempts = groups._attempts
   for index in range(3):
-    attempts, before = groups._attempts, groups._attempts._seen
+    before = attempts._seen
     wait_until(lambda b=before: {*attempts._seen.items()} - {*b.items()})  # heartbeats
     side.runner.end(index)
     wait_until(lambda n=index + 1: groups.queue.state().completed == n, side)

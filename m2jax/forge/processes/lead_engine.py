@@ -18,55 +18,45 @@ from typing import Any
 import jax
 import numpy as np
 
-from m2jax.config import ModelConfig
 from m2jax.forge.errors import Stopped
 from m2jax.forge.processes.commands import Commands
 from m2jax.forge.processes.lead_weights import Numbers
 from m2jax.rollout.api import EngineLost
-from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.decode_state import DecodeState, Drafted, Sampled, Slots
 from m2jax.rollout.engine.engine import Engine
 
 
 class LeadEngine:
-  """`rollout.Engine` for process 0's scheduler; see there.
+  """What a scheduler calls of an `Engine`, made by all processes.
 
   Attributes:
-    moves_pages, keeps_contexts, waits_for_tokens: see Engine.
+    cfg, config, groups: of the engine.
+    moves_pages, keeps_contexts: never; no process has whole pages or contexts.
+    loads_in_any_thread: never; calls of all processes are in one order.
+    waits_for_tokens: always; process 0 reads the tokens within the call.
     lost: whether a call has failed, so that no other will succeed.
   """
 
-  moves_pages = False
-  keeps_contexts = False
+  moves_pages = keeps_contexts = loads_in_any_thread = False
   waits_for_tokens = True
 
   def __init__(self, engine: Engine, commands: Commands, numbers: Numbers):
     """`numbers`: of the weights that the other processes have, too."""
     self._engine, self._commands, self._numbers = engine, commands, numbers
+    self.cfg, self.config, self.groups = engine.cfg, engine.config, engine.groups
     self.lost = False
 
-  @property
-  def cfg(self) -> ModelConfig:
-    return self._engine.cfg
-
-  @property
-  def config(self) -> EngineConfig:
-    return self._engine.config
-
-  @property
-  def groups(self) -> int:
-    return self._engine.groups
-
   def load_params(self, params: Any) -> Any:
+    """Places weights; raises LookupError if not all processes have read them."""
     *_, placed = self.load_parts(params)
     return placed
 
-  @property
-  def loads_in_any_thread(self) -> bool:
-    return False
-
   def load_parts(self, params: Any, part_bytes: int = 2**62) -> Iterator[Any]:
-    """Raises LookupError if not all processes have read these weights."""
+    """Places weights in parts: None for each, and the weights after the last.
+
+    Raises:
+      LookupError: not all processes have read these weights.
+    """
     number = self._numbers.of(params)
     parts = self._engine.load_parts(params, part_bytes)
     with self._all('load_parts', number=number, part_bytes=part_bytes):
@@ -78,27 +68,33 @@ class LeadEngine:
       yield placed
 
   def init_decode_state(self) -> DecodeState:
+    """Slots and pages without sequences."""
     with self._all('init_decode_state'):
       return self._engine.init_decode_state()
 
   def warmup(self, params: Any, state: DecodeState) -> DecodeState:
+    """Compiles what the other calls need."""
     with self._all('warmup'):
       state = self._engine.warmup(params, state)
     self._commands.forget()  # it needed all processes
     return state
 
   def prefill_rows(self, params, state, *arrays) -> DecodeState:
+    """Computes tokens of prompts."""
     with self._all('prefill_rows', arrays):
       return self._engine.prefill_rows(params, state, *arrays)
 
   def admit(self, state, *arrays) -> DecodeState:
+    """Begins to decode in slots."""
     with self._all('admit', arrays):
       return self._engine.admit(state, *arrays)
 
   def generate_many(self, params, state, *arrays) -> tuple[DecodeState, Sampled]:
+    """Draws the next tokens of all slots."""
     return self._generate('generate_many', params, state, arrays)
 
   def generate_masked(self, params, state, *arrays) -> tuple[DecodeState, Sampled]:
+    """Draws the next token of all slots, where a mask allows it."""
     return self._generate('generate_masked', params, state, arrays)
 
   def _generate(self, name, params, state, arrays) -> tuple[DecodeState, Sampled]:
@@ -111,6 +107,7 @@ class LeadEngine:
   def speculate(
     self, params, state, drafts, *arrays
   ) -> tuple[DecodeState, Sampled, Drafted]:
+    """Checks drafts, and draws the tokens after them and new drafts."""
     with self._all('speculate', (drafts, *arrays)):
       state, *found = self._engine.speculate(params, state, drafts, *arrays)
       found = jax.device_get(found)
@@ -118,6 +115,7 @@ class LeadEngine:
     return state, *found
 
   def expert_ids(self, state, *arrays) -> np.ndarray:
+    """The experts of sequences' tokens, on the host."""
     with self._all('expert_ids', arrays):
       return jax.device_get(self._engine.expert_ids(state, *arrays))
 

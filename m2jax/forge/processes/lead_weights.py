@@ -8,6 +8,7 @@ the weights in all processes by the number of that reading (`lead_engine`).
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any
@@ -49,30 +50,22 @@ class Numbers:
     raise LookupError('the other processes of the engine have not read these weights')
 
 
-class LeadReader:
-  """`published.Reader` for process 0; see there. Used by one thread.
+class LeadReader(published.Reader):
+  """Process 0's reader, which has the other processes read what it reads.
 
   Attributes:
     numbers: of the weights that all processes have read.
   """
 
-  def __init__(self, reader: published.Reader, commands: Commands):
-    self._reader, self._commands = reader, commands
-    self.numbers = Numbers()
-
-  def latest(self) -> published.Version | None:
-    return self._reader.latest()
-
-  def wait(
-    self, after: published.Version | None, timeout_s: float
-  ) -> published.Version | None:
-    return self._reader.wait(after, timeout_s)
+  def __init__(self, directory: str | os.PathLike, commands: Commands):
+    super().__init__(directory)
+    self._commands, self.numbers = commands, Numbers()
 
   def load(self, version: published.Version, like: Any) -> Any:
     """Reads a version with the other processes.
 
     Raises:
-      CheckpointError: a process could not read it; see `published.Reader.load`.
+      CheckpointError: a process could not read it.
       OSError: the storage is away, for one of them.
       Stopped: one of them has stopped.
     """
@@ -80,7 +73,7 @@ class LeadReader:
     self._commands.send('read', number=number, version=list(version))
     variables = failed = None
     try:
-      variables = self._reader.load(version, like)
+      variables = super().load(version, like)
     except (CheckpointError, OSError) as error:
       failed = error
     answers = self._commands.answers()

@@ -162,7 +162,7 @@ def run(config: ForgeConfig, workdir: Path, sharding: Sharding) -> None:
       lead_engine.follow(engine, weights.take, calls)
     return
   if calls.several:
-    reader = LeadReader(reader, reads)
+    reader = LeadReader(workdir / shared.WEIGHTS, reads)
     engine = lead_engine.LeadEngine(engine, calls, reader.numbers)
   with (
     reads.leading(),
