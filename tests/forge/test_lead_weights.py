@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from m2jax import frames
 from m2jax.checkpoint import CheckpointError, published
 from m2jax.checkpoint.errors import CorruptCheckpoint, MissingCheckpoint
 from m2jax.forge.errors import Stopped
@@ -26,13 +27,13 @@ class Channel:
     self._commands, self._answers = queue.Queue(), queue.Queue()
 
   def send(self, do, **fields):
-    self._commands.put(dict(fields, do=do))
+    self._commands.put(frames.Frame(do, fields, {}))
 
   def receive(self):
     return self._commands.get(timeout=TIMEOUT_S)
 
   def answer(self, **fields):
-    self._answers.put(fields)
+    self._answers.put(frames.Frame('answer', fields, {}))
 
   def answers(self):
     return [self._answers.get(timeout=TIMEOUT_S)]

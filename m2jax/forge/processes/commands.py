@@ -15,15 +15,14 @@ waits for answers.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax._src import distributed  # JAX has no public access to the key-value store
 
-from m2jax import checks
+from m2jax import checks, frames
 from m2jax.forge.errors import Stopped
 
 _POLL_MS = 2000  # so that signals are handled
@@ -43,11 +42,14 @@ class Commands:
     self._next, self._oldest = 0, 0
     self.several = jax.process_count() > 1
 
-  def send(self, do: str, **fields: Any) -> None:
+  def send(
+    self, do: str, arrays: Mapping[str, Any] | None = None, /, **fields: Any
+  ) -> None:
     """Tells the other processes what all do next.
 
     Args:
       do: a case of `follow`.
+      arrays: by name.
       **fields: JSON-able.
 
     Raises:
@@ -56,14 +58,14 @@ class Commands:
     if not self.several:
       return
     self._check()
-    self._put(dict(fields, do=do))
+    self._put(frames.pack(do, arrays, **fields))
 
   def _check(self) -> None:
     for name, reason in self._client.key_value_dir_get(_FAILED):
       raise Stopped(f'process {name.rpartition("/")[2]} stopped: {reason}')
 
-  def _put(self, command: dict[str, Any]) -> None:
-    self._client.key_value_set(self._key(self._next), json.dumps(command))
+  def _put(self, command: bytes) -> None:
+    self._client.key_value_set_bytes(self._key(self._next), command)
     self._next += 1
 
   def _key(self, number: int) -> str:
@@ -72,9 +74,9 @@ class Commands:
   def answer(self, **fields: Any) -> None:
     """Answers the last command; the fields are JSON-able."""
     key = f'{self._name}/answer/{self._next - 1}/{jax.process_index()}'
-    self._client.key_value_set(key, json.dumps(fields))
+    self._client.key_value_set_bytes(key, frames.pack('answer', **fields))
 
-  def answers(self) -> list[dict[str, Any]]:
+  def answers(self) -> list[frames.Frame]:
     """What the other processes answer to the last command, once all have.
 
     Deletes the commands so far, which they have received.
@@ -85,14 +87,14 @@ class Commands:
     if not self.several:
       return []
     directory, others = f'{self._name}/answer/{self._next - 1}', jax.process_count() - 1
-    while len(found := self._client.key_value_dir_get(directory)) < others:
+    while len(found := self._client.key_value_dir_get_bytes(directory)) < others:
       self._check()
       time.sleep(_ANSWER_POLL_S)
     self._client.key_value_delete(directory)
     self.forget()
-    return [json.loads(text) for _, text in sorted(found)]
+    return [frames.decode(data) for _, data in sorted(found)]
 
-  def receive(self) -> dict[str, Any]:
+  def receive(self) -> frames.Frame:
     """Waits for the next command.
 
     Raises:
@@ -102,17 +104,17 @@ class Commands:
     while True:
       try:
         key = self._key(self._next)
-        text = self._client.blocking_key_value_get(key, _POLL_MS)
+        data = self._client.blocking_key_value_get_bytes(key, _POLL_MS)
         break
       except jax.errors.JaxRuntimeError as error:
         if 'DEADLINE_EXCEEDED' not in str(error):
           raise Stopped(f'process 0 cannot be reached: {error}') from error
     self._next += 1
-    command = json.loads(text)
-    if command['do'] == 'stop' and command['reason']:
-      if command['interrupted']:
+    command = frames.decode(data)
+    if command.kind == 'stop' and command.fields['reason']:
+      if command.fields['interrupted']:
         raise KeyboardInterrupt
-      raise Stopped(command['reason'], command['repeatable'])
+      raise Stopped(command.fields['reason'], command.fields['repeatable'])
     return command
 
   def forget(self) -> None:
@@ -140,7 +142,7 @@ class Commands:
       raise
     finally:
       if self.several:
-        self._put(dict(do='stop', **about))
+        self._put(frames.pack('stop', **about))
 
   @contextlib.contextmanager
   def following(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from its own rows of the step's files (`step_files`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from m2jax.forge import prepare, shared
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.processes.commands import Commands
 from m2jax.forge.processes.step_files import DIRECTORY, StepFiles
+from m2jax.frames import Frame
 from m2jax.observe import metrics as metrics_lib
 from m2jax.rl.learner import Learner, Packed
 from m2jax.sharding import Sharding
@@ -57,14 +58,14 @@ def _phases(config, workdir, sharding, served, commands, metrics) -> None:
   while True:
     command = commands.receive()
     logging.info('process 0: %s', command)
-    match command['do']:
+    match command.kind:
       case 'open' | 'publish':
         publishes.follow(command, served(variables))
       case 'sft':
         groups, _, files = prepare.material(config, workdir)
         variables = prepare.sft(
           *(config, groups, variables, workdir, metrics, files),
-          phase=command['phase'],
+          phase=command.fields['phase'],
           sharding=sharding,
         ).variables
         served(variables)
@@ -84,11 +85,12 @@ class Publishes:
     self._open = functools.partial(shared.publisher, config, workdir)
     self._publisher = None
 
-  def follow(self, command: Mapping[str, Any], variables: Any) -> None:
-    if command['do'] == 'open':
+  def follow(self, command: Frame, variables: Any) -> None:
+    if command.kind == 'open':
       self._publisher = self._open()
     else:
-      self._publisher.publish(variables, command['step'], command['lineage'])
+      fields = command.fields
+      self._publisher.publish(variables, fields['step'], fields['lineage'])
 
 
 @stopping.deferred()
@@ -107,18 +109,19 @@ def follow_rl(
   with prepare.checkpoints(config, workdir) as manager:
     while True:
       command = commands.receive()
-      match command['do']:
+      fields = command.fields
+      match command.kind:
         case 'restore':
-          learner.state = manager.restore(command['step'], learner.state).state
+          learner.state = manager.restore(fields['step'], learner.state).state
         case 'train':
-          batch = files.read(command['step'], learner.hosts.index, buckets)
-          learner.train(Packed(batch), command['passes'])
+          batch = files.read(fields['step'], learner.hosts.index, buckets)
+          learner.train(Packed(batch), fields['passes'])
         case 'variables':
           variables = learner.variables()
         case 'publish':
           publishes.follow(command, variables)
           del variables  # an update donates them
         case 'save':
-          manager.save(command['step'], learner.state)
+          manager.save(fields['step'], learner.state)
         case 'stop':
           return

@@ -9,10 +9,8 @@ not sent: all processes have read them, and a call names them by a number
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,7 +126,7 @@ class LeadEngine:
         have made it is unknown.
     """
     try:
-      self._commands.send(name, arrays=[_encode(x) for x in arrays], **fields)
+      self._commands.send(name, _named(arrays), **fields)
       yield
     except Stopped as error:
       self.lost = True
@@ -150,13 +148,12 @@ def follow(engine: Engine, weights: Callable[[int], Any], commands: Commands) ->
     Stopped: process 0 stopped before its end, or a call failed; gives the reason.
   """
   variables = parts = state = None
-  while (command := commands.receive())['do'] != 'stop':
-    name = command['do']
-    arrays = [_decode(x) for x in command.get('arrays', ())]
+  while (command := commands.receive()).kind != 'stop':
+    name, fields, arrays = command.kind, command.fields, _in_order(command.arrays)
     try:
       match name:
         case 'load_parts':
-          parts = engine.load_parts(weights(command['number']), command['part_bytes'])
+          parts = engine.load_parts(weights(fields['number']), fields['part_bytes'])
         case 'load_part':
           if (placed := next(parts)) is not None:
             variables, parts = placed, None  # they have the weights as they were read
@@ -188,18 +185,24 @@ def _failed(name: str, error: Exception) -> str:
   )
 
 
-def _encode(value: Any) -> dict[str, Any]:
-  """A numpy array, or a Slots of them, as JSON."""
-  if isinstance(value, Slots):
-    return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-  value = np.asarray(value)
-  data = base64.b64encode(value.tobytes()).decode()
-  return {'dtype': value.dtype.str, 'shape': value.shape, 'data': data}
+def _named(values: Sequence[Any]) -> dict[str, Any]:
+  """Host arrays, or a Slots of them, by their places among the arguments."""
+  named = {}
+  for i, value in enumerate(values):
+    if isinstance(value, Slots):
+      named |= {f'{i}.{name}': array for name, array in vars(value).items()}
+    else:
+      named[f'{i}'] = value
+  return named
 
 
-def _decode(value: dict[str, Any]) -> Any:
-  """The inverse of `_encode`."""
-  if 'dtype' not in value:
-    return Slots(**{name: _decode(field) for name, field in value.items()})
-  array = np.frombuffer(base64.b64decode(value['data']), value['dtype'])
-  return array.reshape(value['shape'])
+def _in_order(named: Mapping[str, np.ndarray]) -> list[Any]:
+  """The inverse of `_named`."""
+  values: dict[str, Any] = {}
+  for name, array in named.items():
+    place, _, field = name.partition('.')
+    if field:
+      values.setdefault(place, {})[field] = array
+    else:
+      values[place] = array
+  return [Slots(**x) if isinstance(x, dict) else x for x in values.values()]

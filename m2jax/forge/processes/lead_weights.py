@@ -19,6 +19,7 @@ from absl import logging
 from m2jax.checkpoint import CheckpointError, published
 from m2jax.forge.errors import Stopped
 from m2jax.forge.processes.commands import Commands
+from m2jax.frames import Frame
 
 
 class Numbers:
@@ -85,9 +86,9 @@ class LeadReader(published.Reader):
     return variables
 
 
-def _failure(answer: dict[str, Any]) -> Exception | None:
-  text = f'process {answer["process"]}: {answer["error"]}'
-  match answer['kind']:
+def _failure(answer: Frame) -> Exception | None:
+  text = f'process {answer.fields["process"]}: {answer.fields["error"]}'
+  match answer.fields['read']:
     case 'ok':
       return None
     case 'checkpoint':
@@ -133,27 +134,29 @@ class FollowReader:
 
   def _run(self) -> None:
     try:
-      while (command := self._commands.receive())['do'] != 'stop':
+      while (command := self._commands.receive()).kind != 'stop':
         self._do(command)
     except Stopped as error:  # the calls end this process, with the reason
       logging.info('weights are not read any more: %s', error)
 
-  def _do(self, command: dict[str, Any]) -> None:
-    number, process = command['number'], jax.process_index()
-    if command['do'] == 'drop':
+  def _do(self, command: Frame) -> None:
+    number, process = command.fields['number'], jax.process_index()
+    if command.kind == 'drop':
       with self._lock:
         self._read.pop(number, None)
       return
-    kind, text = 'ok', ''
+    read, text = 'ok', ''
     try:
-      variables = self._reader.load(published.Version(*command['version']), self._like)
+      variables = self._reader.load(
+        published.Version(*command.fields['version']), self._like
+      )
       with self._lock:
         self._read[number] = variables
     except CheckpointError as error:
-      kind, text = 'checkpoint', str(error)
+      read, text = 'checkpoint', str(error)
     except OSError as error:
-      kind, text = 'storage', str(error)
+      read, text = 'storage', str(error)
     except Exception as error:
       logging.exception('the published weights cannot be read')
-      kind, text = 'other', repr(error)
-    self._commands.answer(kind=kind, error=text, process=process)
+      read, text = 'other', repr(error)
+    self._commands.answer(read=read, error=text[:10_000], process=process)

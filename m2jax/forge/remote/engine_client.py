@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 from absl import logging
 
+from m2jax import frames
 from m2jax.agents import http
 from m2jax.forge.config import RemoteConfig
 from m2jax.forge.remote import wire
@@ -211,7 +212,10 @@ class RemoteScheduler(Serving):
             await self._read_pages()
         else:
           self._down = body.get('stopped_reason') or _reason(response)
-      except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
+      except (
+        *(httpx.HTTPError, frames.Malformed),
+        *(ValueError, KeyError, AttributeError),
+      ) as error:
         self._down = f'{self._url}: {error!r}'
       await asyncio.sleep(self._config.poll_s)
 
@@ -241,7 +245,7 @@ class RemoteScheduler(Serving):
       job.future.set_exception(
         EngineError('the connection to the rollout engine was stopped')
       )
-    except (httpx.HTTPError, wire.Malformed) as error:
+    except (httpx.HTTPError, frames.Malformed) as error:
       failed = EngineError(f'the rollout engine at {self._url} failed: {error!r}')
       failed.__cause__ = error
       if isinstance(error, httpx.TransportError):
@@ -263,23 +267,23 @@ class RemoteScheduler(Serving):
       if response.status_code != 200:
         await response.aread()
         raise EngineError(f'the rollout engine: {_reason(response)}')
-      async for kind, payload in wire.frames(response.aiter_raw(), _FRAME_LIMIT_BYTES):
-        match kind:
-          case wire.TOKENS:
+      async for frame in frames.stream(response.aiter_raw(), _FRAME_LIMIT_BYTES):
+        match frame.kind:
+          case 'tokens':
             if job.on_tokens is not None:
-              job.on_tokens(wire.decode_tokens(payload))
-          case wire.RESULT:
-            result = wire.decode_result(payload)
-          case wire.ERROR:
-            raise EngineError(payload.decode('utf-8', 'replace'))
-          case wire.ALIVE:
+              job.on_tokens(wire.decode_tokens(frame))
+          case 'result':
+            result = wire.decode_result(frame)
+          case 'error':
+            raise EngineError(frame.text('reason'))
+          case 'alive':
             continue
-          case _:
-            raise wire.Malformed(f'a frame of the kind {kind!r}')
+          case kind:
+            raise frames.Malformed(f'a frame of kind {kind[:40]}')
     finally:
       await response.aclose()
     if result is None:
-      raise wire.Malformed('the stream ended without a result')
+      raise frames.Malformed('the stream ended without a result')
     return result
 
 

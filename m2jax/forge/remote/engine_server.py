@@ -21,6 +21,7 @@ from typing import Any
 
 from absl import logging
 
+from m2jax import frames
 from m2jax.forge.config import EngineServerConfig
 from m2jax.forge.remote import wire
 from m2jax.forge.remote.page_log import PageLog
@@ -141,7 +142,7 @@ class _Application:
     limit_bytes = wire.request_limit(self._scheduler.context_tokens)
     id_, request = wire.decode_request(await self._body(scope, receive, limit_bytes))
     if id_ in self._running:
-      raise wire.Malformed(f'id: a request {id_!r} is in progress')
+      raise frames.Malformed(f'id: a request {id_!r} is in progress')
     if len(self._running) >= self._config.max_requests:
       most = self._config.max_requests
       raise EngineError(f'{most} requests are in progress (max_requests)')
@@ -171,17 +172,17 @@ class _Application:
       while not queue.empty():
         items.append(queue.get_nowait())
       last = bool(items) and isinstance(items[-1], concurrent.futures.Future)
-      data = b''.join(map(_frame, items)) or wire.frame(wire.ALIVE)
+      data = b''.join(map(_frame, items)) or frames.pack('alive')
       await send({'type': 'http.response.body', 'body': data, 'more_body': not last})
 
 
 def _frame(item: NewTokens | concurrent.futures.Future) -> bytes:
   if not isinstance(item, concurrent.futures.Future):
-    return wire.frame(wire.TOKENS, wire.encode_tokens(item))
+    return wire.encode_tokens(item)
   try:
-    return wire.frame(wire.RESULT, wire.encode_result(item.result()))
+    return wire.encode_result(item.result())
   except BaseException as error:  # CancelledError is not an Exception
-    return wire.frame(wire.ERROR, str(error).encode())
+    return frames.pack('error', reason=str(error)[:500])
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -190,7 +191,7 @@ def _as_api_error(error: Exception) -> ApiError:
       return error
     case EngineError():
       return ApiError(503, str(error), type='server_error', code='engine_unavailable')
-    case ValueError():  # of `wire`, or of the scheduler's check of each field
+    case frames.Malformed() | ValueError():  # of the scheduler's check of each field
       return ApiError(400, str(error))
   logging.error('engine: a request failed', exc_info=error)
   return ApiError(500, 'internal error; see the log', type='server_error')

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from m2jax import frames
 from m2jax.rollout.disaggregation import handover, remote_prefill, wire
 from m2jax.rollout.disaggregation.decode_engine import Disaggregated
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
@@ -251,7 +252,7 @@ def test_an_engine_that_joins_with_older_weights(
 def hello(server) -> int:
   """The version that a server announces."""
   with wire.Address.parse(server.address).connect(5.0) as sock:
-    return wire.open_client(sock, None, 5.0)['version']
+    return wire.open_client(sock, None, 5.0).fields['version']
 
 
 def test_weights_are_loaded_when_they_can_be(
@@ -278,7 +279,7 @@ def test_weights_are_loaded_when_they_can_be(
     server.start(warmup=False)
     stranger = stack.enter_context(wire.Address.parse(server.address).connect(5.0))
     wire.open_client(stranger, None, 5.0)
-    wire.send(stranger, dict(kind='weights', version=2**31 - 1))
+    frames.send(stranger, 'weights', version=2**31 - 1)
     wait_until(lambda: tried)
     assert hello(server) == 0
     front = decode(path)
