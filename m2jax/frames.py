@@ -87,12 +87,23 @@ class Frame:
     return value
 
   def array(
-    self, name: str, dtype: Any, shape: Sequence[int | None], optional: bool = False
+    self,
+    name: str,
+    dtype: Any,
+    shape: Sequence[int | None],
+    within: tuple[int, int] | None = None,
+    *,
+    optional: bool = False,
   ) -> np.ndarray | None:
-    """An array of that type and shape, in which None is any size.
+    """An array.
+
+    Args:
+      shape: None is any size.
+      within: the least value, and the one after the largest.
+      optional: return None if it is missing.
 
     Raises:
-      Malformed: it is another one, or missing and not optional.
+      Malformed: it is another one, or missing.
     """
     found = self.arrays.get(name)
     if found is None and optional:
@@ -102,6 +113,10 @@ class Frame:
     if not fits or any(n not in (None, m) for n, m in sizes):
       axes = ', '.join('any' if n is None else str(n) for n in shape)
       raise self.wrong(name, f'an array [{axes}] of {jnp.dtype(dtype).name}')
+    if within and found.size:
+      least, end = within
+      if not least <= found.min() <= found.max() < end:
+        raise self.wrong(name, f'from {least} to {end - 1}')
     return found
 
 

@@ -15,8 +15,8 @@ from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import gnmr
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
+from m2jax.rollout.disaggregation.connection import Address
 from m2jax.rollout.disaggregation.handover import HandoverConfig
-from m2jax.rollout.disaggregation.wire import Address
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.routing.config import RouterConfig
 from m2jax.rollout.serving.config import SchedulerConfig

@@ -4,7 +4,7 @@
 
 A decode process sends `ask`, `cancel`, `weights` (the version that it has, so that this
 process loads it) and `ping`; it is sent `part`, `failed`, `weights_failed` and `pong`
-(`wire`). When its connection ends, what it has asked for is cancelled.
+(`connection`). When its connection ends, what it has asked for is cancelled.
 
 The newest version that any connected decode process has is loaded. One that cannot be
 loaded is tried again while somebody wants it, and holds up no older one: a version is
@@ -30,7 +30,7 @@ import numpy as np
 from absl import logging
 
 from m2jax.frames import Frame, Malformed
-from m2jax.rollout.disaggregation import wire
+from m2jax.rollout.disaggregation import connection
 from m2jax.rollout.disaggregation.handover import Ask, HandoverError, Part
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 
@@ -85,7 +85,7 @@ class PrefillServer:
 
     Args:
       scheduler: not started; `start` and `stop` apply to it, too.
-      address: see `wire.Address`; port 0 is a free one.
+      address: see `connection.Address`; port 0 is a free one.
       load: the weights of a version, called from a thread of its own.
       key: at least 16 bytes, which decode processes must know.
       run_id: of the run whose weights these are; another run's versions are others.
@@ -93,10 +93,10 @@ class PrefillServer:
     Raises:
       ValueError: other machines could connect, and there is no key.
     """
-    wire.check_key(key)
+    connection.check_key(key)
     self._scheduler, self._load, self._key = scheduler, load, key
     self._run_id, self._limits = run_id, limits or Limits()
-    self._address = wire.Address.parse(address)
+    self._address = connection.Address.parse(address)
     self._socket = self._address.listen(key)
     self._lock = threading.Condition()
     self._peers: set[_Peer] = set()
@@ -158,7 +158,7 @@ class PrefillServer:
     }
 
   def _accept(self) -> None:
-    self._socket.settimeout(wire.IDLE_S / 4)  # to see that it is to stop
+    self._socket.settimeout(connection.IDLE_S / 4)  # to see that it is to stop
     while not self._stopping:
       try:
         sock, _ = self._socket.accept()
@@ -184,7 +184,7 @@ class PrefillServer:
       hello = dict(
         layout=self._scheduler.layout, run_id=self._run_id, version=self._loaded
       )
-      wire.open_server(sock, self._key, hello, self._limits.frame_s)
+      connection.open_server(sock, self._key, hello, self._limits.frame_s)
       with self._lock:
         peer = _Peer(self, sock)
         self._peers.add(peer)
@@ -263,7 +263,7 @@ class _Peer:
     self._server, self._limits = server, server._limits
     self._scheduler = server._scheduler
     self.version: int | None = None
-    self._channel = wire.Channel(
+    self._channel = connection.Channel(
       sock,
       max_body_bytes=4 * self._scheduler.context_tokens,
       max_unsent_bytes=self._limits.unsent_bytes,
@@ -309,8 +309,8 @@ class _Peer:
         raise Malformed(f'a frame of kind {kind[:40]}')
 
   def _ask(self, frame: Frame) -> None:
-    number, tokens = frame.integer('number'), frame.array('tokens', np.int32, (None,))
-    wire.check_range(frame, 'tokens', 0, self._scheduler.layout['vocab_size'])
+    number, ids = frame.integer('number'), (0, self._scheduler.layout['vocab_size'])
+    tokens = frame.array('tokens', np.int32, (None,), ids)
     ask = Ask(tokens, frame.integer('first_page'), frame.version('version'))
     with self._lock:
       if number in self._asks or len(self._asks) >= self._limits.asks:

@@ -29,7 +29,7 @@ import numpy as np
 from absl import logging
 
 from m2jax.frames import Frame, Malformed
-from m2jax.rollout.disaggregation import handover, wire
+from m2jax.rollout.disaggregation import connection, handover
 from m2jax.rollout.disaggregation.handover import (
   Ask,
   HandoverError,
@@ -81,13 +81,13 @@ class RemotePrefills:
       version: of the decode engine's weights.
       key, run_id: those of `PrefillServer`.
     """
-    wire.check_key(key)
-    self._address = wire.Address.parse(address)
+    connection.check_key(key)
+    self._address = connection.Address.parse(address)
     self._mine, self._key, self._run_id = layout, key, run_id
     self._timeouts = timeouts or Timeouts()
     self._lock = threading.Lock()
     self._version = version
-    self._channel: wire.Channel | None = None
+    self._channel: connection.Channel | None = None
     self._asks: dict[int, tuple[Ask, Receive]] = {}
     self._numbers = itertools.count()
     self._newest: int | None = None  # version that the other side has
@@ -200,10 +200,10 @@ class RemotePrefills:
       logging.WARNING, 'no prefill process at %s: %s', 30, self._address.target, error
     )
 
-  def _connect(self) -> wire.Channel:
+  def _connect(self) -> connection.Channel:
     sock = self._address.connect(self._timeouts.frame_s)
     try:
-      hello = wire.open_client(sock, self._key, self._timeouts.frame_s)
+      hello = connection.open_client(sock, self._key, self._timeouts.frame_s)
       theirs = hello.fields.get('layout')
       if not isinstance(theirs, dict):
         raise hello.wrong('layout', 'an object')
@@ -213,7 +213,7 @@ class RemotePrefills:
     except BaseException:
       sock.close()
       raise
-    channel = wire.Channel(
+    channel = connection.Channel(
       sock,
       max_body_bytes=self._body_bytes(self._mine['part_pages']),
       max_unsent_bytes=1 << 28,
@@ -226,7 +226,7 @@ class RemotePrefills:
       self._counts['connections'] += 1
     return channel
 
-  def _serve(self, channel: wire.Channel) -> None:
+  def _serve(self, channel: connection.Channel) -> None:
     """Until the connection ends."""
     heard = pinged = time.monotonic()
     try:
@@ -238,7 +238,7 @@ class RemotePrefills:
           self._handle(frame)
         elif now > heard + self._timeouts.silence_s:
           raise TimeoutError('the prefill process is silent')
-        if now > pinged + wire.IDLE_S:
+        if now > pinged + connection.IDLE_S:
           pinged = now
           channel.send('ping')
       error = None
@@ -320,15 +320,20 @@ class RemotePrefills:
   def _decode(self, frame: Frame) -> Part:
     """A part of a frame; raises Malformed."""
     mine, number = self._mine, frame.integer('pages', 1, self._mine['part_pages'])
+    within = dict(
+      tokens=(0, mine['vocab_size']),
+      experts=(-1, mine['num_experts']),
+      depth=(0, mine['draft_tokens'] + 1),
+    )
     shapes = handover.shapes(mine, number)._asdict()
-    found = Pages(*(x and frame.array(n, x[1], x[0]) for n, x in shapes.items()))
+    found = Pages(
+      **{
+        name: x and frame.array(name, x[1], x[0], within.get(name))
+        for name, x in shapes.items()
+      }
+    )
     if not handover.finite(found):
       raise Malformed('part: keys or values that are not finite')
-    wire.check_range(frame, 'tokens', 0, mine['vocab_size'])
-    if found.experts is not None:
-      wire.check_range(frame, 'experts', -1, mine['num_experts'])
-    if found.depth is not None:
-      wire.check_range(frame, 'depth', 0, mine['draft_tokens'] + 1)
     oldest, newest = frame.version('oldest'), frame.version('newest')
     if oldest > newest:
       raise Malformed(f'part: versions {oldest} to {newest}')

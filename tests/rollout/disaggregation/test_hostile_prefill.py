@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2jax import frames
-from m2jax.rollout.disaggregation import handover, prefill_server, wire
+from m2jax.rollout.disaggregation import connection, handover, prefill_server
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 from m2jax.rollout.disaggregation.prefill_server import PrefillServer
 from m2jax.rollout.disaggregation.remote_prefill import RemotePrefills
@@ -31,8 +31,8 @@ __all__ = ['decode', 'path']  # fixtures
 
 
 def opened(server, key=None):
-  sock = wire.Address.parse(server.address).connect(5.0)
-  wire.open_client(sock, key, 5.0)
+  sock = connection.Address.parse(server.address).connect(5.0)
+  connection.open_client(sock, key, 5.0)
   return sock
 
 
@@ -149,7 +149,7 @@ def test_damaged_frames_do_no_harm(attacked, data):
 def test_bytes_before_the_key(attacked):
   """Of the opening only small frames are read, for a bounded time."""
   for junk in (b'\0' * 64, frame(dict(kind='challenge'), b'body'), b''):
-    sock = wire.Address.parse(attacked.address).connect(5.0)
+    sock = connection.Address.parse(attacked.address).connect(5.0)
     sock.sendall(junk)
     assert closes(sock)  # after the challenge
 
@@ -176,7 +176,7 @@ def test_connections_and_asks_are_bounded(attacked):
   with contextlib.ExitStack() as stack:
     for _ in range(4):
       sock = stack.enter_context(opened(attacked))
-    more = wire.Address.parse(attacked.address).connect(5.0)
+    more = connection.Address.parse(attacked.address).connect(5.0)
     assert closes(more)
     for number in range(9):  # of weights that never come
       sock.sendall(frame({**ASK, 'number': number, 'version': 99}, TOKENS))
@@ -188,7 +188,7 @@ def test_a_receiver_that_does_not_read_is_disconnected():
   """Its parts would fill the memory."""
   ours, theirs = socket.socketpair()
   bounds = dict(max_body_bytes=10, max_unsent_bytes=10_000_000, timeout_s=30.0)
-  channel = wire.Channel(ours, **bounds)
+  channel = connection.Channel(ours, **bounds)
   for number in range(11):
     channel.send('part', dict(k=np.zeros(1_000_000, np.uint8)))
     assert number > 8 or not channel.closed
@@ -201,7 +201,7 @@ class Impostor:
   """A prefill process that answers every ask with `answer(number, tokens)`."""
 
   def __init__(self, path, answer, **hello):
-    self._socket = wire.Address.parse(path).listen(None)
+    self._socket = connection.Address.parse(path).listen(None)
     self._answer = answer
     self._hello = dict(layout=LAYOUT, run_id='', version=0) | hello
     threading.Thread(target=self._run, daemon=True).start()
@@ -213,7 +213,7 @@ class Impostor:
       except OSError:
         return
       with contextlib.suppress(OSError, frames.Malformed), sock:
-        wire.open_server(sock, None, self._hello, 5.0)
+        connection.open_server(sock, None, self._hello, 5.0)
         while True:
           found = frames.receive(sock, 10_000, 60.0)
           if found.kind == 'ask':

@@ -112,13 +112,6 @@ def check_key(key: bytes | None) -> None:
     raise ValueError(f'key: {len(key)} bytes; must have at least {MIN_KEY_BYTES}')
 
 
-def check_range(frame: frames.Frame, name: str, least: int, end: int) -> None:
-  """Raises Malformed if an array has values below `least`, or not below `end`."""
-  values = frame.arrays[name]
-  if values.size and not least <= values.min() <= values.max() < end:
-    raise frame.wrong(name, f'from {least} to {end - 1}')
-
-
 # --- The opening.
 
 
