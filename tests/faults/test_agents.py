@@ -28,7 +28,7 @@ def runner_of(where, **fields):
 
 
 def group(runner, index, count=2):
-  return runner.group(f'tests.forge.remote.sums/train/0/{index}', count)
+  return runner.group(f'tests.forge.roles.sums/train/0/{index}', count)
 
 
 def test_a_verifier_that_hangs():

@@ -19,7 +19,7 @@ from m2jax.gateway.session_api import RemoteSessions
 from m2jax.observe import metrics
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import WorkItem
-from tests.forge.remote.test_agents import config, groups, pool, start, wait_until
+from tests.forge.roles.test_agents import config, groups, pool, start, wait_until
 from tests.gateway.scripted_engine import ScriptedEngine
 from tests.pool.test_data_pool import completion, trajectory
 

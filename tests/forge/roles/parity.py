@@ -12,7 +12,7 @@ from m2jax.agents import whitebox
 
 @dataclasses.dataclass(frozen=True)
 class Config(whitebox.WhiteboxConfig):
-  kind: str = 'tests.forge.remote.parity'
+  kind: str = 'tests.forge.roles.parity'
 
 
 class Parity(whitebox.Whitebox):

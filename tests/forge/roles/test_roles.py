@@ -11,8 +11,8 @@ from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool, database, leases
 from tests import processes
 from tests.faults import witness
-from tests.forge.remote import roles_config
-from tests.forge.remote.role_processes import Roles
+from tests.forge.roles import roles_config
+from tests.forge.roles.role_processes import Roles
 
 
 def handovers(roles: Roles, engine: int) -> int:

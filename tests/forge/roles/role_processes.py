@@ -47,7 +47,7 @@ class Roles:
     self._urls = urls = tuple(f'http://127.0.0.1:{port}' for port in ports[1:])
     self._flags = [
       f'--workdir={self.workdir}',
-      '--config=tests/forge/remote/roles_config.py',
+      '--config=tests/forge/roles/roles_config.py',
       f'--config.roles.engine_urls={urls}',
       f'--config.roles.gateway_url=http://127.0.0.1:{ports[0]}',
       *flags,
@@ -79,7 +79,7 @@ class Roles:
     which += flags
     with open(self._logs / f'{child}.log', 'a', encoding='utf-8') as log:
       self.children[child] = processes_lib.popen(
-        'tests.forge.remote.role_worker',
+        'tests.forge.roles.role_worker',
         f'--role={role}',
         *self._flags,
         *which,

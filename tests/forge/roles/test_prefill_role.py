@@ -18,7 +18,7 @@ from m2jax.rollout.disaggregation.handover import HandoverConfig
 from m2jax.rollout.serving.config import SchedulerConfig
 from tests import processes
 from tests.forge.forge_worker import config as run_config
-from tests.forge.remote.test_agents import wait_until
+from tests.forge.roles.test_agents import wait_until
 from tests.rollout.conftest import CFG, ENGINE_CONFIG, init
 
 KEY = 'k' * 43

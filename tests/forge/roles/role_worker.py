@@ -1,6 +1,6 @@
 """`experiments.forge` as a child of test_roles, with a witness of what it trains.
 
-WITNESS=DIRECTORY python -m tests.forge.remote.role_worker --role=… --workdir=… …
+WITNESS=DIRECTORY python -m tests.forge.roles.role_worker --role=… --workdir=… …
 """
 
 import os

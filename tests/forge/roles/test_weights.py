@@ -29,7 +29,7 @@ from m2jax.pool.work_queue import WorkQueue
 from m2jax.records import policy_version
 from m2jax.rollout.engine.config import EngineConfig
 from tests.forge import forge_worker
-from tests.forge.remote.test_agents import wait_until
+from tests.forge.roles.test_agents import wait_until
 from tests.gateway.conftest import response_text
 from tests.gateway.scripted_engine import ScriptedEngine
 

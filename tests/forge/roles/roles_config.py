@@ -12,15 +12,15 @@ ITEMS, PER_STEP = 60, 2
 def get_config(variant=''):
   c = forge.get_config('smoke')
   c.mesh.expert = 1
-  c.tasks = dict(kind='tests.forge.remote.sums')
-  c.teacher = dict(kind='tests.forge.remote.sums')
+  c.tasks = dict(kind='tests.forge.roles.sums')
+  c.teacher = dict(kind='tests.forge.roles.sums')
   c.model.update(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16)
   c.model.update(rotary_dim=8, num_experts=4, expert_dim=16)
   c.eval_tasks = c.dev_tasks = 2
   c.engine.update(slots=4, decode_rows=(4,), contexts=(384,), context_tokens=384)
   c.engine.update(prefill_shapes=((4, 64),))
   c.episodes.update(concurrency=4)
-  agent = dict(kind='tests.forge.remote.parity', max_tokens=16, retries=1)
+  agent = dict(kind='tests.forge.roles.parity', max_tokens=16, retries=1)
   c.episodes.agent = agent
   c.sft.families = {}
   c.sft.update(demonstrations=30, tokens_per_step=1024)

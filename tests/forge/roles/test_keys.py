@@ -16,7 +16,7 @@ from m2jax.pool.data_pool import DataPool
 from m2jax.train.workdir import open_workdir
 from tests import processes
 from tests.forge import forge_worker
-from tests.forge.remote.test_agents import wait_until
+from tests.forge.roles.test_agents import wait_until
 
 
 @contextlib.contextmanager

@@ -28,12 +28,12 @@ READ = {
 
 @dataclasses.dataclass(frozen=True)
 class Config(tasks.TasksConfig):
-  kind: str = 'tests.forge.remote.sums'
+  kind: str = 'tests.forge.roles.sums'
 
 
 @dataclasses.dataclass(frozen=True)
 class TeacherConfig(tasks.TeacherConfig):
-  kind: str = 'tests.forge.remote.sums'
+  kind: str = 'tests.forge.roles.sums'
 
 
 @dataclasses.dataclass(frozen=True)
