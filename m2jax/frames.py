@@ -37,6 +37,7 @@ _DTYPES = {
     *('float16', 'float32', 'float64', 'bfloat16', 'float8_e4m3fn'),
   )
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Malformed(Exception):
@@ -133,7 +134,7 @@ def encode(
   arrays = {name: np.asarray(x, order='C') for name, x in (arrays or {}).items()}
   header = dict(fields, kind=kind)
   if arrays:
-    header['arrays'] = {name: (x.dtype.name, x.shape) for name, x in arrays.items()}
+    header['arrays'] = {name: (_NAMES[x.dtype], x.shape) for name, x in arrays.items()}
   head = json.dumps(header).encode()
   if len(head) > MAX_HEADER_BYTES:
     raise ValueError(f'{kind}: a header of {len(head)} bytes; {MAX_HEADER_BYTES} fit')
