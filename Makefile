@@ -26,7 +26,13 @@ JETSTREAM := google-jetstream==0.2.2 grpcio==1.85.3 shortuuid==1.0.13
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup sandbox forge forge-tasks lint format clean
+# The site is built in an environment of its own, which has neither JAX nor m2jax: it reads
+# docstrings from the sources.
+DOCS_VENV ?= $(VENV)-docs
+DOCS := mkdocs-material==9.8.2 mkdocstrings-python==2.0.11
+SITE := workdir/site
+
+.PHONY: help setup sandbox forge forge-tasks docs lint format clean
 .PHONY: test test-long test-parts test-smoke test-thorough test-types
 .PHONY: test-kills test-clients test-thousand
 
@@ -45,6 +51,7 @@ help:
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
 	@echo 'make test-thousand  set up, then 1,000 SWE tasks in one run, checked: hours'
 	@echo 'make setup      virtual environment in $(VENV), and the sandbox'
+	@echo 'make docs       the site of docs/, in $(SITE)'
 	@echo 'make lint       ruff and the import contracts; make format mends what it can'
 	@echo 'make clean      removes caches; keeps $(VENV) and workdir'
 
@@ -136,6 +143,19 @@ test-thousand: WORKDIR :=
 test-thousand: setup
 	SWE_COUNT=$(COUNT) SWE_WORKDIR=$(WORKDIR) \
 	  $(BIN)/python -m pytest -q -s tests/pipelines/swe/test_thousand.py $(ARGS)
+
+$(DOCS_VENV)/.installed: Makefile
+	@python='$(PYTHON)'; \
+	  [ -x $(DOCS_VENV)/bin/python ] || \
+	  "$${python:-$$(.ci/find-python)}" -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(DOCS)
+	@touch $@
+
+# Strict: a warning, a broken link or a missing anchor fails. Needs no network once the
+# environment is there.
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --site-dir $(SITE)
+	@echo '$(SITE)/index.html; with its search: python -m http.server -d $(SITE)'
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -36,8 +36,9 @@ from benchmarks import harness
 from configs import forge as forge_config
 from experiments import common, fields, served
 from m2jax import agents
-from m2jax.forge import roles, run
+from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.roles import in_process
 from m2jax.gateway.config import GatewayConfig
 from m2jax.sharding import ONE_DEVICE
 from m2jax_pipelines import records, suites, verified
@@ -124,7 +125,7 @@ def served_at(built: ForgeConfig, workdir: pathlib.Path) -> Iterator[Any]:
   gateway = dataclasses.replace(built.gateway, accept_unknown_keys=True)
   with (
     served.engine(found, built.engine, ONE_DEVICE) as engine,
-    roles.serving(
+    in_process.serving(
       *(engine, built.scheduler, gateway, found.variables, tok),
       lambda completion: None,
     ) as (_, server),

@@ -35,8 +35,9 @@ import ml_collections
 from benchmarks import harness
 from configs import forge as forge_config
 from experiments import common, fields, served
-from m2jax.forge import evaluation, roles, run
+from m2jax.forge import evaluation, run
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.roles import in_process
 from m2jax.observe import evaluations
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool.data_pool import DataPool
@@ -98,7 +99,7 @@ def other_way(built: ForgeConfig, workdir: pathlib.Path) -> dict[str, Any]:
   tok, url = found.load_tokenizer(), f'sqlite:///{workdir.absolute()}/other_way.db'
   with (
     DataPool(url) as pool,
-    roles.rollouts(built, found.variables, tok, pool) as running,
+    in_process.rollouts(built, found.variables, tok, pool) as running,
   ):
     tallies = evaluation.success_on(running, 'held_out', built.eval_tasks, 1.0)
   return {t.family: (t.successes, t.n) for t in tallies}

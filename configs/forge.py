@@ -3,8 +3,8 @@ r"""Forge end to end on a tiny M2: SFT on verified demonstrations, then RL.
 COMMAND: make forge
      or: python -m experiments.forge --config=configs/forge.py --workdir=workdir/forge
 HARDWARE: two CPU cores, 2 GB.
-RESULT: the README's table; its settings were chosen on the development split
-  (docs/rl.md).
+RESULT: the table of docs/results.md; its settings were chosen on the development
+  split (docs/rl.md).
 
 Variants: `:smoke` runs every phase for seconds, as a check. The controls take
 `--config.start=RUN`, the workdir of a run of this config, and start from its SFT

@@ -20,7 +20,7 @@ import ml_collections
 
 from experiments import fields
 from m2jax import sharding
-from m2jax.forge.remote.outside import RecordedConfig
+from m2jax.forge.config import RecordedConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.serving.config import SchedulerConfig

@@ -238,7 +238,7 @@ def leader_first() -> Iterator[bool]:
   import numpy as np
   from jax.experimental import multihost_utils
 
-  from m2jax.forge.commands import Stopped
+  from m2jax.forge.errors import Stopped
 
   leads, several = jax.process_index() == 0, jax.process_count() > 1
   share = lambda code: int(multihost_utils.broadcast_one_to_all(np.int32(code)))

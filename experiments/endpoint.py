@@ -15,7 +15,7 @@ from absl import flags, logging
 
 from experiments import common, served
 from m2jax import agents
-from m2jax.forge import roles
+from m2jax.forge.roles import in_process
 from m2jax.gateway.config import GatewayConfig
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.serving.config import SchedulerConfig
@@ -68,7 +68,7 @@ def opened(
   found = served.load(checkpoint, step, sharding, engine.weights_dtype)
   with (
     served.engine(found, engine, sharding) as running,
-    roles.serving(
+    in_process.serving(
       *(running, scheduler, gateway, found.variables, found.load_tokenizer()),
       lambda completion: None,
     ) as (_, server),

@@ -19,10 +19,10 @@ from absl import flags, logging
 from experiments import common, served, suite
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError, policy
-from m2jax.forge import evaluation, roles
-from m2jax.forge.commands import Stopped
+from m2jax.forge import evaluation
 from m2jax.forge.config import RolloutConfig
-from m2jax.forge.errors import RolloutsFailed
+from m2jax.forge.errors import RolloutsFailed, Stopped
+from m2jax.forge.roles import in_process
 from m2jax.observe import stats
 from m2jax.pool.data_pool import DataPool
 from m2jax.sharding import MeshConfig
@@ -68,7 +68,7 @@ def _evaluate(
   rows = []
   with (
     DataPool(f'sqlite:///{workdir.absolute()}/evaluation.db') as pool,
-    roles.rollouts(config, found.variables, tok, pool, engine=engine) as running,
+    in_process.rollouts(config, found.variables, tok, pool, engine=engine) as running,
   ):
     for temperature in temperatures:
       tallies = evaluation.success_on(

@@ -20,12 +20,11 @@ from absl import flags
 from experiments import common
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
-from m2jax.forge import roles as roles_lib
 from m2jax.forge import run
-from m2jax.forge.commands import Commands, Stopped
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.errors import ProcessLost, RolloutsFailed
-from m2jax.forge.remote import agents, engine, gateway, learner, prefill
+from m2jax.forge.errors import ProcessLost, RolloutsFailed, Stopped
+from m2jax.forge.processes.commands import Commands
+from m2jax.forge.roles import agents, engine, gateway, in_process, learner, prefill
 from m2jax.observe import stats
 from m2jax.pool.data_pool import PoolBroken
 from m2jax.train.workdir import WorkdirError
@@ -109,7 +108,7 @@ def _learn(config: ForgeConfig) -> None:
   sharding = common.make_sharding(config.mesh)
   workdir = common.workdir()
   commands, publishes = Commands(), ROLE.value == 'learner'
-  rollouts = roles_lib.rollouts_in(workdir)
+  rollouts = in_process.rollouts_in(workdir)
   if publishes:
     rollouts = learner.rollouts_in(workdir, commands)
   evaluations = run.run(

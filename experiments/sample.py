@@ -19,8 +19,7 @@ from absl import flags
 from experiments import common, endpoint
 from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
-from m2jax.forge.commands import Stopped
-from m2jax.forge.errors import RolloutsFailed
+from m2jax.forge.errors import RolloutsFailed, Stopped
 from m2jax.observe import console
 
 with common.pipelines():

@@ -23,11 +23,10 @@ from absl import flags
 
 from experiments import common, served
 from m2jax.checkpoint import CheckpointError, policy
-from m2jax.forge import prepare, roles
-from m2jax.forge.commands import Stopped
-from m2jax.forge.config import ForgeConfig
-from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import outside, shared
+from m2jax.forge import prepare, shared
+from m2jax.forge.config import ForgeConfig, RecordedConfig
+from m2jax.forge.errors import RolloutsFailed, Stopped
+from m2jax.forge.roles import in_process, outside
 from m2jax.gateway.config import GatewayConfig
 from m2jax.pool.data_pool import DataPool, PoolBroken
 from m2jax.rollout.engine.config import EngineConfig
@@ -59,9 +58,7 @@ def main():
   engine = common.build(EngineConfig, values['engine'], 'config.engine')
   scheduler = common.build(SchedulerConfig, values['scheduler'], 'config.scheduler')
   mesh = common.build(MeshConfig, values['mesh'], 'config.mesh')
-  recorded = common.build(
-    outside.RecordedConfig, values.get('recorded', {}), 'config.recorded'
-  )
+  recorded = common.build(RecordedConfig, values.get('recorded', {}), 'config.recorded')
   if not gateway.accept_unknown_keys and not common.WORKDIR.value:
     raise common.BadInput(
       'config.gateway.accept_unknown_keys=False without --workdir: nobody would have '
@@ -82,7 +79,7 @@ def _serve(
   engine: Any,
   scheduler: SchedulerConfig,
   gateway: GatewayConfig,
-  recorded: outside.RecordedConfig,
+  recorded: RecordedConfig,
 ) -> None:
   """Serves until Ctrl-C, or SIGTERM, after which a scheduler has to restart it.
 
@@ -107,7 +104,7 @@ def _serve(
         server.take_episodes(taken[0], reward)
         server.show_to(view)
 
-    serving = roles.serving(
+    serving = in_process.serving(
       *(engine, scheduler, gateway, found.variables, tok, record),
       before_start=open_episodes,
     )

@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 from experiments import common
 from m2jax.checkpoint import initial, policy
 from m2jax.checkpoint.huggingface import config as released
-from m2jax.forge import lead_engine, lead_weights
-from m2jax.forge.commands import Commands
+from m2jax.forge.processes import lead_engine, lead_weights
+from m2jax.forge.processes.commands import Commands
 from m2jax.rollout.engine import placement
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine

@@ -16,7 +16,7 @@ import threading
 from absl import flags
 
 from experiments import common
-from m2jax.forge.remote import shared
+from m2jax.forge import shared
 from m2jax.observe import console
 from m2jax.viewer import export, serving
 from m2jax.viewer.run import Run

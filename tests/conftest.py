@@ -79,7 +79,7 @@ _FIRST = (
   'sharding/test_mesh.py',
   'experiments/test_jobs.py',
   'experiments/test_two_processes.py',
-  'forge/remote/test_roles.py',
+  'forge/roles/test_roles.py',
   'train/test_pretrain_kill.py',
   'forge/test_resume.py',
   'forge/test_processes.py',

@@ -75,9 +75,10 @@ def reduced(found: dict[str, set[str]]) -> dict[str, set[str]]:
 def draw(package: str = '') -> str:
   """The lines; raises graphlib.CycleError if packages import each other."""
   found = imports(package)
+  order = list(graphlib.TopologicalSorter(found).static_order())  # has no cycle
   graph = reduced(found)
   depth: dict[str, int] = {}
-  for name in graphlib.TopologicalSorter(graph).static_order():
+  for name in order:
     depth[name] = 1 + max((depth[other] for other in graph[name]), default=-1)
   prefix = (package or 'm2jax') + '.'
   order = sorted(graph, key=lambda name: (depth[name], name))
@@ -100,6 +101,10 @@ def written(text: str, drawn: str) -> str:
 if __name__ == '__main__':
   if sys.argv[1:] == ['--write']:
     PAGE.write_text(written(PAGE.read_text(), draw()))
-  else:
-    for package in sys.argv[1:] or ['']:
+    sys.exit()
+  for package in sys.argv[1:] or ['']:
+    try:
       print(draw(package))
+    except graphlib.CycleError as error:
+      _, cycle = error.args  # each is imported by the next
+      sys.exit(f'{package or "m2jax"}: imports in a circle: {" → ".join(cycle[::-1])}')

@@ -547,8 +547,8 @@ law9.dtype-of-a-leaf m2jax/checkpoint/leaves.py
 + elif have.shape != want.shape:
 
 law9.true-is-no-integer m2jax/gateway/fields.py
-- (isinstance(value, bool) or not isinstance(value, int))
-+ not isinstance(value, int)
+- if isinstance(value, bool) or not isinstance(value, int):
++ if not isinstance(value, int):
 
 law10.wilson-interval m2jax/observe/stats.py
 - z2 / (4 * n * n)

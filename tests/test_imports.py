@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,11 @@ def test_the_drawing_is_of_the_code():
   """docs/design.md §3 shows what `python -m tests.house` draws."""
   page = house.PAGE.read_text()
   assert house.written(page, house.draw()) == page
+
+
+def test_a_cycle_cannot_be_drawn(monkeypatch):
+  """Else the arrows of a cycle would be missing: each implies the others."""
+  found = {'m2jax.a': {'m2jax.b'}, 'm2jax.b': {'m2jax.a'}, 'm2jax.c': set()}
+  monkeypatch.setattr(house, 'imports', lambda package: found)
+  with pytest.raises(graphlib.CycleError, match='m2jax.a'):
+    house.draw()

@@ -10,6 +10,10 @@ a whole episode ends it.
 
 Only what the gateway did is its failure, since that masks the episode: never how long a
 client takes, reads or waits.
+
+It does not serve over `gateway.connections`: there a client that closes its side loses
+the rest of its response, parsing answers some methods before the relay can, and bytes
+are written where no account of the episode is.
 """
 
 from __future__ import annotations
@@ -145,6 +149,8 @@ class Relay:
   async def start(self) -> None:
     """Accepts connections."""
     self._listener.setblocking(False)
+    # Inherited by connections; asyncio sets it only if the socket knows its protocol.
+    self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     self._server = await asyncio.start_server(self._accept, sock=self._listener)
 
   async def close(self) -> None:

@@ -1,21 +1,24 @@
-"""Settings of one run of the main job."""
+"""Settings of one run of the main job, and of its roles as processes of their own."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import urllib.parse
 from collections.abc import Mapping
 
 from m2jax.agents.episodes import EpisodeConfig
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.forge.curriculum import CurriculumConfig
-from m2jax.forge.remote.config import RolesConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import gnmr
 from m2jax.optim.optimizer import OptimizerConfig
 from m2jax.rl.learner import LearnerConfig
+from m2jax.rollout.disaggregation.connection import Address
+from m2jax.rollout.disaggregation.handover import HandoverConfig
 from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.routing.config import RouterConfig
 from m2jax.rollout.serving.config import SchedulerConfig
 from m2jax.sharding import MeshConfig
 from m2jax.tasks import TasksConfig, TeacherConfig
@@ -160,6 +163,164 @@ class RolloutConfig:
         f'tasks.partial_credit={self.tasks.partial_credit}: must be 0, since '
         'evaluations give no partial credit; set rl.partial_credit for RL'
       )
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteConfig:
+  """How an engine in another process is used.
+
+  Attributes:
+    connect_timeout_s: to establish a connection.
+    silence_timeout_s: without a byte from the engine, after which a request fails; the
+      engine gives a sign of life every `EngineServerConfig.alive_s`.
+    poll_s: between requests for its statistics, and for changes of its cached pages.
+  """
+
+  connect_timeout_s: float = 5.0
+  silence_timeout_s: float = 30.0
+  poll_s: float = 1.0
+
+  def __post_init__(self):
+    check = functools.partial(require, self)
+    for field in dataclasses.fields(self):
+      check(getattr(self, field.name) > 0, field.name, 'positive')
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineServerConfig:
+  """Settings of the engine's HTTP server.
+
+  Attributes:
+    host, port: where to listen; beyond loopback only with a key. Port 0 chooses one.
+    max_requests: requests in progress; more get a 503.
+    max_unfinished_bytes: total of the bodies that are arriving; 429.
+    alive_s: seconds between signs of life in a response without new tokens.
+    max_connections, max_header_bytes, header_timeout_s, body_timeout_s,
+      write_timeout_s, keep_alive_s, stop_timeout_s: see `GatewayConfig`.
+  """
+
+  host: str = '127.0.0.1'
+  port: int = 0
+  max_requests: int = 4096
+  max_unfinished_bytes: int = 64 << 20
+  alive_s: float = 5.0
+  max_connections: int = 4224
+  max_header_bytes: int = 16 << 10
+  header_timeout_s: float = 10.0
+  body_timeout_s: float = 60.0
+  write_timeout_s: float = 60.0
+  keep_alive_s: int = 600
+  stop_timeout_s: int = 2
+
+  def __post_init__(self):
+    check = functools.partial(require, self)
+    for field in dataclasses.fields(self):
+      if field.name not in ('host', 'port'):
+        check(getattr(self, field.name) > 0, field.name, 'positive')
+    check(0 <= self.port < 65_536, 'port', 'between 0 and 65535')
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedConfig:
+  """Bounds of what a gateway without a learner records.
+
+  Attributes:
+    max_open: episodes at once; more get a 503.
+    idle_s: without a request for so long an episode ends as an infrastructure failure,
+      and the session of a client's own key is forgotten: its next request begins one.
+    keep_s, keep_sessions, keep_bytes: what is older, or above this number of sessions
+      or of bytes of token ids, is deleted from the database, the oldest sessions first.
+    every_s: how often.
+  """
+
+  max_open: int = 1024
+  idle_s: float = 6 * 3600.0
+  keep_s: float = 30 * 86_400.0
+  keep_sessions: int = 100_000
+  keep_bytes: int = 4 << 30
+  every_s: float = 60.0
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      require(self, getattr(self, field.name) > 0, field.name, 'positive')
+
+
+@dataclasses.dataclass(frozen=True)
+class RolesConfig:
+  """How the roles find each other; without effect on a run in one process.
+
+  Attributes:
+    engine_urls, gateway_url: by which the other roles reach them. A port of 0 in
+      `engine_server` or the gateway's config is the port of the URL.
+    engine: which of the `engine_urls` the engine of this process has, from 0.
+    pool_url: SQLAlchemy URL of the pool's database; '' is WORKDIR/pool.db. SQLite is
+      for processes of one machine. A password may be in libpq's password file instead.
+    pool_outage_s: how long a role waits for a PostgreSQL server that is away.
+    keys_dir: directory of the files `view`, `session`, `reward` and `engine`, the keys
+      by which roles and people ask the servers (docs/roles.md); '' is WORKDIR/keys,
+      which the learner makes.
+    engine_server: the engine's HTTP server.
+    engine_client: how the gateway uses an engine.
+    router: how the gateway uses several (`rollout.routing`).
+    prefill_address: of a prefill engine that the engines use, `tcp:HOST:PORT` or
+      `unix:PATH`; '': they compute their prompts themselves.
+    handover: how they use it.
+    engine_mesh, prefill_mesh: devices of an engine's process, and of the prefill
+      engine's.
+    lease_s: a group whose agents' process gives no sign of life for this long goes to
+      another one.
+    poll_s: between two looks into the database, of agents and learner.
+    full_every: every n-th published version is also written as a whole.
+  """
+
+  engine_urls: tuple[str, ...] = ('http://127.0.0.1:8101',)
+  engine: int = 0
+  gateway_url: str = 'http://127.0.0.1:8102'
+  pool_url: str = ''
+  pool_outage_s: float = 60.0
+  keys_dir: str = ''
+  engine_server: EngineServerConfig = EngineServerConfig()
+  engine_client: RemoteConfig = RemoteConfig()
+  router: RouterConfig = RouterConfig()
+  prefill_address: str = ''
+  handover: HandoverConfig = HandoverConfig()
+  engine_mesh: MeshConfig = MeshConfig()
+  prefill_mesh: MeshConfig = MeshConfig()
+  lease_s: float = 60.0
+  poll_s: float = 0.2
+  full_every: int = 16
+
+  def __post_init__(self):
+    check = functools.partial(require, self)
+    url = 'a URL such as http://HOST:PORT'
+    check(_has_port(self.gateway_url), 'gateway_url', url)
+    urls = self.engine_urls
+    different = 0 < len(urls) == len(set(urls))
+    check(different and all(map(_has_port, urls)), 'engine_urls', f'each {url}')
+    check(0 <= self.engine < len(urls), 'engine', 'the number of one of engine_urls')
+    if self.prefill_address:
+      try:
+        Address.parse(self.prefill_address)
+      except ValueError as error:
+        raise ValueError(f'RolesConfig.prefill_{error}') from error
+    check(self.poll_s > 0, 'poll_s', 'positive')
+    check(self.pool_outage_s >= 0, 'pool_outage_s', 'at least 0')
+    least = 4 * self.poll_s  # a holder gives four signs of life in a lease
+    check(self.lease_s >= least, 'lease_s', f'at least 4 × poll_s = {least:g}')
+    check(self.full_every >= 1, 'full_every', 'at least 1')
+
+
+def port(url: str) -> int:
+  """The port of a URL of `RolesConfig`."""
+  return urllib.parse.urlsplit(url).port
+
+
+def _has_port(url: str) -> bool:
+  try:
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme in ('http', 'https') and bool(parts.hostname and parts.port)
+  except ValueError:
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""Evaluates the engine's weights on a split of the tasks and records the success."""
+"""Evaluates the engine's weights on a split of the tasks and records the success.
+
+And says whether a curve of evaluations has stopped improving (`Plateau`).
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from m2jax import tasks as tasks_lib
 from m2jax.agents import episodes
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.roles import Rollouts
+from m2jax.forge.roles.in_process import Rollouts
 from m2jax.observe import progress
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.records import Trajectory
@@ -149,3 +152,25 @@ def evaluate(
       **{name: value for name, value in known.items() if value is not None},
     )
   return tallies[0].successes / max(tallies[0].n, 1) if tallies else 0.0
+
+
+class Plateau:
+  """Early stopping: the values of one metric in order of training; larger is better.
+
+  Example:
+    >>> curve = Plateau([0.2, 0.5, 0.5, 0.4])
+    >>> curve.flat(patience=2), curve.flat(patience=3), curve.flat(patience=0)
+    (True, False, False)
+  """
+
+  def __init__(self, values: Iterable[float] = ()):
+    self.values = list(values)
+
+  def add(self, value: float) -> None:
+    self.values.append(float(value))
+
+  def flat(self, patience: int) -> bool:
+    """Whether none of the last `patience` values exceeds the best before them."""
+    if not patience or len(self.values) <= patience:
+      return False
+    return max(self.values[-patience:]) <= max(self.values[:-patience])

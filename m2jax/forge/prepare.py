@@ -37,6 +37,7 @@ from m2jax.train import workdir as workdir_lib
 from m2jax.train.loop import Run
 
 DEMONSTRATIONS = 'demonstrations.jsonl'
+KEEP = 2  # newest checkpoints of RL; those of `keep_every_steps` are for evaluations
 
 _Made = TypeVar('_Made')
 
@@ -252,15 +253,18 @@ def learner(
   variables,
   sharding: Sharding,
   served: Callable[[Any], Any] = sharding_lib.local_copy,
+  make: Callable[..., Learner] = Learner,
 ) -> Learner:
   """RL's learner, which takes the variables over; every process makes one.
 
-  `served`: see Learner.
+  Args:
+    served: see Learner.
+    make: `processes.lead.LeadLearner`, of process 0.
   """
   optimizer = optimizer_lib.make(config.rl.optimizer, config.model, sharding)
   partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
   logging.info('rl: %s', partition)
-  return Learner(
+  return make(
     config.model,
     config.rl.learner,
     optimizer,
@@ -268,6 +272,19 @@ def learner(
     sharding,
     served,
   )
+
+
+def checkpoints(
+  config: ForgeConfig,
+  workdir: Path,
+  make: Callable[..., CheckpointManager] = CheckpointManager,
+) -> CheckpointManager:
+  """The manager of RL's checkpoints, for the loop or for a process that follows it.
+
+  `make`: `processes.lead.LeadManager`, of process 0.
+  """
+  every = config.rl.keep_every_steps
+  return make(workdir / 'rl', keep=KEEP, keep_every_steps=every)
 
 
 # Settings that determine the SFT weights; a control shares them with its run.

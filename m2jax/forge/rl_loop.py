@@ -2,14 +2,13 @@
 
 A step takes groups until enough of them have a non-zero advantage (dynamic sampling),
 updates the policy and publishes its weights to the engine. While it waits, the queue is
-refilled (`rollout_groups`) and the budget checked.
+refilled (`groups`) and the budget checked.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 from absl import logging
@@ -20,10 +19,9 @@ from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.forge import evaluation
 from m2jax.forge.config import ForgeConfig
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.leased_groups import LeasedGroups
-from m2jax.forge.plateau import Plateau
-from m2jax.forge.roles import Rollouts
-from m2jax.forge.rollout_groups import RolloutGroups
+from m2jax.forge.groups import Groups
+from m2jax.forge.prepare import KEEP
+from m2jax.forge.roles.in_process import Rollouts
 from m2jax.forge.sample_counts import SampleCounts
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe import progress
@@ -35,17 +33,9 @@ from m2jax.rollout.serving import drafting
 from m2jax.train import stopping
 from m2jax.train.step import Skips
 
-# Statistics of weights that are published (`remote.learner`), not given to an engine.
+# Statistics of weights that are published (`roles.learner`), not given to an engine.
 _PUBLISHED = 'published_bytes', 'published_whole_bytes', 'published_delta_bytes'
 _PUBLISHED += ('publish_s',)
-
-KEEP = 2  # newest checkpoints of RL; those of `keep_every_steps` are for evaluations
-
-
-def checkpoints(config: ForgeConfig, workdir: Path) -> CheckpointManager:
-  """The manager of RL's checkpoints, for the loop or for a process that follows it."""
-  every = config.rl.keep_every_steps
-  return CheckpointManager(workdir / 'rl', keep=KEEP, keep_every_steps=every)
 
 
 class RlLoop:
@@ -68,11 +58,10 @@ class RlLoop:
     self._roles, self._learner, self._pool = roles, learner, roles.pool
     self._manager, self._metrics, self._files = manager, metrics, files
     self._view = view
-    kind = LeasedGroups if roles.leased else RolloutGroups
-    self._groups = kind(config, roles, view)
+    self._groups = Groups(config, roles, view)
     self._queue = self._groups.queue
     self._samples = SampleCounts(self._pool)
-    self._dev = Plateau()
+    self._dev = evaluation.Plateau()
     # The time used is now minus this; a restart shifts it.
     self._started_s = time.monotonic()
     self._saved = 0  # step of the latest checkpoint
@@ -96,7 +85,7 @@ class RlLoop:
       self._learner.state = restored.state
       ledger = data_pool.Ledger.from_dict(restored.host['ledger'])
       self._started_s -= restored.host['used_s']
-      self._dev = Plateau(restored.host['dev'])
+      self._dev = evaluation.Plateau(restored.host['dev'])
       self._samples.restore(restored.host.get('samples', {}))
       self._saved = restored.step
     self._read_ledgers()

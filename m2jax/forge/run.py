@@ -1,6 +1,7 @@
 """The main job: runs its phases in order, resumes where it stopped, reports.
 
-With several processes this is what process 0 does; the others follow (`forge.follow`).
+With several processes this is what process 0 does; the others follow
+(`processes.follow`).
 Process 0 has everything that is not on the mesh: pool, gateway, agents, rollout engine
 (on one of its own devices), metrics, view and budget.
 """
@@ -20,17 +21,18 @@ from absl import logging
 from m2jax import forest
 from m2jax import sharding as sharding_lib
 from m2jax import tasks as tasks_lib
-from m2jax.forge import evaluation, follow, lead, prepare, reporting, rl_loop, roles
-from m2jax.forge.commands import Commands
+from m2jax.forge import evaluation, prepare, reporting, rl_loop, shared
 from m2jax.forge.config import ForgeConfig
-from m2jax.forge.remote import shared
+from m2jax.forge.processes import follow, lead
+from m2jax.forge.processes.commands import Commands
+from m2jax.forge.roles import in_process
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import RunView
 from m2jax.pool import data_pool
 from m2jax.sharding import Sharding
 from m2jax.train.workdir import open_workdir
 
-Rollouts = Callable[..., AbstractContextManager[roles.Rollouts]]
+Rollouts = Callable[..., AbstractContextManager[in_process.Rollouts]]
 
 UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL continues from it
 AFTER_SFT, AFTER_MORE_SFT, AFTER_RL = 'after SFT', 'after more SFT', 'after RL'
@@ -42,7 +44,7 @@ def run(
   workdir: Path,
   fresh: bool = False,
   sharding: Sharding | None = None,
-  rollouts: Rollouts = roles.rollouts,
+  rollouts: Rollouts = in_process.rollouts,
   commands: Commands | None = None,
   *,
   publishes: bool = False,
@@ -57,8 +59,8 @@ def run(
     workdir: of the run, on storage that the processes share.
     fresh: delete the run that it holds.
     sharding: the mesh to train on; None is the config's.
-    rollouts: starts what produces trajectories, with the arguments of `roles.rollouts`;
-      the other roles, or the access to them (`forge.remote.learner`).
+    rollouts: starts what produces trajectories, or the access to it (`roles.learner`);
+      with the arguments of `in_process.rollouts`.
     commands: of process 0 to the others.
     publishes: whether `rollouts` takes weights as they are on the mesh; else as a copy
       on one device of process 0.
@@ -178,7 +180,7 @@ class _Run:
         _, step = self._sft('more_sft', groups, variables, files, running)
         self._evaluate(AFTER_MORE_SFT, step, running, greedy=True)
 
-  def _sft(self, phase: str, groups, variables, files, running: roles.Rollouts):
+  def _sft(self, phase: str, groups, variables, files, running: in_process.Rollouts):
     """Trains the phase and serves its weights; returns them, and their step."""
     self._commands.send('sft', phase=phase)
     tuned = prepare.sft(
@@ -190,13 +192,15 @@ class _Run:
     running.scheduler.update_weights(self._served(tuned.variables), version)
     return tuned.variables, tuned.step
 
-  def _rl(self, variables, running: roles.Rollouts, files) -> None:
+  def _rl(self, variables, running: in_process.Rollouts, files) -> None:
     config, commands = self._config, self._commands
     self._view.begin('RL')
     commands.send('rl')
-    learner = prepare.learner(config, variables, self._sharding, self._served)
-    with rl_loop.checkpoints(config, self._workdir) as manager:
-      learner, manager = lead.lead(learner, manager, commands, self._workdir)
+    of_learner, of_manager = lead.kinds(commands, self._workdir)
+    learner = prepare.learner(
+      *(config, variables, self._sharding, self._served), make=of_learner
+    )
+    with prepare.checkpoints(config, self._workdir, of_manager) as manager:
       with rl_loop.RlLoop(
         config,
         running,

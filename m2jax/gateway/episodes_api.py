@@ -31,6 +31,7 @@ from m2jax.records import COMPLETION_PREFIX
 
 _BODY_BYTES = 64 << 10
 _ID = re.compile('(?:chatcmpl-|msg_|resp_)([0-9a-f]{32})')  # of the three dialects
+_SUCCESS, _REWARD = fields.number(0, 1), fields.number(-math.inf, math.inf)
 _REASONS = (
   'answer', 'max_turns', 'length', 'context', 'timeout', 'exit', 'limit',
   'infrastructure',
@@ -93,8 +94,8 @@ def add_routes(app: fastapi.FastAPI, episodes: Episodes, secret: str) -> None:
       task = (await body(request)).get('task')
     except Disconnected:
       return JSONResponse({}, 400)
-    if task is not None and not isinstance(task, str):
-      raise invalid('must be a string', 'task')
+    if task is not None:
+      fields.text(task, 'task')
     try:
       begun = await asyncio.to_thread(episodes.begin, task)
     except ValueError as error:
@@ -109,9 +110,7 @@ def add_routes(app: fastapi.FastAPI, episodes: Episodes, secret: str) -> None:
       found = await body(request)
     except Disconnected:
       return JSONResponse({}, 400)
-    if not isinstance(key := found.get('key'), str):
-      raise invalid('must be a string', 'key')
-    ended = _end(found)
+    key, ended = fields.text(found.get('key'), 'key'), _end(found)
     try:
       found = await asyncio.to_thread(episodes.end, key, ended)
     except ValueError as error:
@@ -122,18 +121,11 @@ def add_routes(app: fastapi.FastAPI, episodes: Episodes, secret: str) -> None:
 
 
 def _end(found: dict[str, Any]) -> End:
-  success = found.get('success')
-  if isinstance(success, bool) or not isinstance(success, int | float):
-    raise invalid('must be a number', 'success')
-  if not 0 <= success <= 1:  # nan is not
-    raise invalid('must be in [0, 1]', 'success')
+  success = _SUCCESS.read(found.get('success'), 'success')
   reason = found.get('end_reason', 'answer')
   if reason not in _REASONS:
     raise invalid(f'must be one of {", ".join(_REASONS)}', 'end_reason')
-  texts = {name: found.get(name, '') for name in ('answer', 'error')}
-  for name, text in texts.items():
-    if not isinstance(text, str):
-      raise invalid('must be a string', name)
+  texts = {n: fields.text(found.get(n, ''), n) for n in ('answer', 'error')}
   return End(float(success), reason, rewards=_rewards(found), **texts)
 
 
@@ -144,13 +136,7 @@ def _rewards(found: dict[str, Any]) -> dict[str, float]:
     raise invalid('must be an object: the id of a response and its reward', 'rewards')
   rewards: dict[str, float] = {}
   for id_, reward in given.items():
-    number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    try:
-      finite = number and math.isfinite(reward)
-    except OverflowError:  # an integer above any float
-      finite = False
-    if not finite:
-      raise invalid('must be a finite number', f'rewards.{id_[:100]}')
+    reward = _REWARD.read(reward, f'rewards.{id_[:100]}')  # finite, as all JSON here
     match = _ID.fullmatch(id_)
     rewards[COMPLETION_PREFIX + match[1] if match else id_] = float(reward)
   return rewards

@@ -1,11 +1,13 @@
-"""Typed access to the fields of a request; errors name the field."""
+"""The fields of a request: a `Body` declares them; errors name the field."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from m2jax.gateway import schemas
 from m2jax.gateway.errors import invalid, unsupported
 from m2jax.text import strict_json
 
@@ -28,35 +30,117 @@ def body(data: bytes | bytearray | str) -> dict:
   return value
 
 
-def flag(data: dict, field: str) -> bool:
-  """A boolean field; absent or null is False."""
-  value = data.get(field)
-  if value is None:
-    return False
+@dataclasses.dataclass(frozen=True)
+class Field:
+  """A field of an object of a request.
+
+  Attributes:
+    schema: of the values that the OpenAPI document promises to serve; None: it does
+      not name the field.
+    read: a value that is not null, and its path → the checked value. Raises ApiError.
+    default: of a field that is absent or null.
+    required: whether it must be there.
+  """
+
+  schema: dict[str, Any] | None = None
+  read: Callable[[Any, str], Any] = lambda value, where: value
+  default: Any = None
+  required: bool = False
+
+
+class Body(dict[str, Field]):
+  """The fields of an object by name: what is checked, ignored and documented."""
+
+  def __init__(self, *args, refused: str = '', no_effect: str = '', **fields: Field):
+    """`refused` and `no_effect` are names, separated by spaces: of fields that would
+    change the meaning of the request if ignored, and of those that are counted."""
+    super().__init__(*args, **fields, **dict.fromkeys(refused.split(), _REFUSED))
+    self.update(dict.fromkeys(no_effect.split(), _NO_EFFECT))
+
+  def read(self, data: dict, where: str = '') -> dict[str, Any]:
+    """The checked value of each field; `where` is the path of the object.
+
+    Raises:
+      ApiError: 400, names the field.
+    """
+    found = {}
+    for name, field in self.items():
+      if (value := data.get(name)) is not None:
+        found[name] = field.read(value, where + name)
+      elif field.required:
+        raise invalid('is required', where + name)
+      else:
+        found[name] = field.default
+    return found
+
+  def ignored(self, data: dict) -> tuple[str, ...]:
+    """The fields that are accepted without effect, to be counted.
+
+    They are those of `no_effect` that are not null, and 'unknown' if there are some
+    that the dialect does not have: their names are the client's.
+    """
+    names = (name for name, field in self.items() if field is _NO_EFFECT)
+    found = tuple(name for name in names if data.get(name) is not None)
+    return found if data.keys() <= self.keys() else (*found, 'unknown')
+
+  def schema(self, model: dict = schemas.TEXT) -> dict[str, Any]:
+    """The schema of the object, and in it that of the model's name."""
+    shown = {name: field.schema for name, field in self.items() if field.schema}
+    if 'model' in shown:
+      shown['model'] = model
+    required = (name for name, field in self.items() if field.required)
+    return schemas.input_(' '.join(required), **shown)
+
+
+def nested(body: Body) -> Field:
+  """An object with declared fields."""
+
+  def read(value: Any, where: str) -> dict[str, Any]:
+    return body.read(options(value, where), f'{where}.')
+
+  return Field(body.schema(), read, body.read({}))
+
+
+def integer(low: int, high: int = 2**64, advice: str = '') -> Field:
+  """An integer in a range. In JSON, 5.0 is the integer 5."""
+
+  def read(value: Any, where: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+      value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+      raise invalid('must be an integer', where)
+    if value < low:
+      raise invalid(f'must be at least {low}', where)
+    if value > high:
+      raise invalid(f'must be at most {high}{advice}', where)
+    return value
+
+  bounds = {'minimum': max(low, -(2**31)), 'maximum': min(high, 2**31 - 1)}
+  return Field(schemas.INTEGER | bounds, read)
+
+
+def number(low: float, high: float, *, least: float | None = None) -> Field:
+  """A number in a range; `low` is not in it if the document has another `least`."""
+
+  def read(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      raise invalid('must be a number', where)
+    if not low <= value <= high or (least and value == low):
+      raise invalid(f'must be between {low} and {high}, not {value}', where)
+    return value
+
+  return Field(schemas.number(least or low, high), read)
+
+
+def _flag(value: Any, where: str) -> bool:
   if not isinstance(value, bool):
-    raise invalid('must be true or false', field)
+    raise invalid('must be true or false', where)
   return value
 
 
-def integer(data: dict, field: str) -> int | None:
-  """An integer field; absent or null is None. In JSON, 5.0 is the integer 5."""
-  value = data.get(field)
-  if isinstance(value, float) and value.is_integer():
-    value = int(value)
-  if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-    raise invalid('must be an integer', field)
-  return value
-
-
-def positive(data: dict, *fields: str) -> int | None:
-  """The first of these integer fields that is present; at least 1."""
-  for field in fields:
-    value = integer(data, field)
-    if value is not None:
-      if value < 1:
-        raise invalid('must be at least 1', field)
-      return value
-  return None
+def _refuse(value: Any, where: str) -> None:
+  if value not in _EMPTY:
+    raise unsupported('is not supported; omit it', where)
 
 
 def text(value: Any, where: str) -> str:
@@ -78,6 +162,11 @@ def mapping(value: Any, where: str) -> dict:
   if not isinstance(value, dict):
     raise invalid('must be an object', where)
   return value
+
+
+def options(value: Any, where: str) -> dict:
+  """An object; what is empty or false is an empty one."""
+  return mapping(value or {}, where)
 
 
 def listed(value: Any, where: str) -> list:
@@ -152,26 +241,16 @@ def tool_name(value: Any, where: str, known: set[str], longest: int = 64) -> str
   return value
 
 
-def refuse(data: dict, names: Iterable[str]) -> None:
-  """Refuses fields that would change the meaning of the request if ignored."""
-  for name in names:
-    if data.get(name) not in _EMPTY:
-      raise unsupported('is not supported; omit it', name)
-
-
-def ignored(
-  data: dict, known: frozenset[str], no_effect: Iterable[str]
-) -> tuple[str, ...]:
-  """The fields that are accepted without effect, to be counted.
-
-  They are those of `no_effect` that are not null, and 'unknown' if there are some that
-  the dialect does not have: their names are the client's.
-  """
-  found = tuple(name for name in no_effect if data.get(name) is not None)
-  return found if data.keys() <= known else (*found, 'unknown')
-
-
 def ignored_in(value: dict, used: Iterable[str], label: str) -> tuple[str, ...]:
   """(label,) if an object has a field besides the used ones that asks for something."""
   others = value.keys() - set(used)
   return (label,) if any(value[name] not in (None, False) for name in others) else ()
+
+
+TEXT = Field(schemas.TEXT, text)
+REQUIRED_TEXT = dataclasses.replace(TEXT, required=True)
+FLAG = Field(schemas.FLAG, _flag, False)
+STOPS = Field(
+  schemas.list_({'type': 'string', 'minLength': 1, 'maxLength': 64}), stops, ()
+)
+_REFUSED, _NO_EFFECT = Field(None, _refuse), Field()

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable
 from typing import Any
 
-from m2jax.gateway import fields
+from m2jax.gateway import fields, schemas
 from m2jax.gateway.errors import invalid, unsupported
 from m2jax.rollout.api import Grammar
 from m2jax.rollout.serving import grammars
 from m2jax.text.tokenizer import Tokenizer
 
 MAX_SCHEMA_CHARACTERS = 64 << 10
-_ANY_OBJECT = {'type': 'object'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +48,11 @@ def of(value: Any, where: str, nested: str | None = None) -> Format | None:
   Raises:
     ApiError: 400, names the field.
   """
-  if value is None:
-    return None
   kind = fields.mapping(value, where).get('type')
   if kind == 'text':
     return None
   if kind == 'json_object':
-    return Format(_ANY_OBJECT, where)
+    return Format(schemas.ANY_OBJECT, where)
   if kind != 'json_schema':
     raise unsupported("must be 'text', 'json_object' or 'json_schema'", f'{where}.type')
   if nested:
@@ -65,6 +63,12 @@ def of(value: Any, where: str, nested: str | None = None) -> Format | None:
   if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
     raise invalid(f'must have at most {MAX_SCHEMA_CHARACTERS} characters', where)
   return Format(schema, where)
+
+
+def field(nested: str | None = None) -> fields.Field:
+  """A field with a format, of which the OpenAPI document names 'text' only."""
+  shown = schemas.input_('type', type=schemas.constant('text'))
+  return fields.Field(shown, functools.partial(of, nested=nested))
 
 
 def tool_call(tools: Iterable[dict]) -> Format:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from m2jax.gateway import history
+from m2jax.gateway import fields, history
 from m2jax.gateway.errors import invalid
 from m2jax.text import chat, markup
 
@@ -145,20 +145,14 @@ def _is_thought(part: Any) -> bool:
 
 
 def _text(value: Any, where: str) -> str:
-  if value is None:
-    return ''
-  if not isinstance(value, str):
-    raise invalid('must be a string', where)
-  return value
+  return '' if value is None else fields.text(value, where)
 
 
 def _texts(parts: Any, where: str) -> Iterable[str]:
   """The texts of a list of thinking parts."""
   if parts is None:
     return
-  if not isinstance(parts, list):
-    raise invalid('must be a list', where)
-  for i, part in enumerate(parts):
+  for i, part in enumerate(fields.listed(parts, where)):
     if not _is_thought(part):
       raise invalid(f'must be an object of type {", ".join(_PARTS)}', f'{where}[{i}]')
     if part['type'] in _PARTS:

@@ -1,7 +1,6 @@
 """The one internal request that every dialect's JSON body becomes (`dialects`).
 
-Validation is by hand rather than by pydantic models: it runs once per completion, on a
-CPU that the engine needs.
+Validation is by hand rather than by models: docs/gateway.md has the measured reasons.
 """
 
 from __future__ import annotations

@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from m2jax.gateway import fields
 from m2jax.gateway.errors import invalid
-from m2jax.gateway.fields import integer
 from m2jax.rollout.api import SamplingParams
-
-FIELDS = (
-  'temperature', 'top_p', 'top_k', 'min_p', 'seed', 'frequency_penalty',
-  'presence_penalty', 'repetition_penalty', 'logit_bias',
-)  # fmt: skip
 
 # Fields that SamplingParams has under the same name, with the value that is off.
 _OFF = {
@@ -27,53 +22,38 @@ _OFF = {
 }
 
 
-def read(data: dict) -> dict[str, Any]:
-  """The sampling fields that are present; checks their ranges."""
-  found: dict[str, Any] = {}
-  bounds = {
-    'temperature': (0, 2),
-    'top_p': (0, 1),
-    'frequency_penalty': (-2, 2),
-    'presence_penalty': (-2, 2),
-    'repetition_penalty': (0, 10),
-    'min_p': (0, 1),
-  }
-  for field, (low, high) in bounds.items():
-    value = data.get(field)
-    if value is None:
-      continue
-    if isinstance(value, bool) or not isinstance(value, int | float):
-      raise invalid('must be a number', field)
-    positive = field in ('top_p', 'repetition_penalty')
-    if not low <= value <= high or (positive and value == 0):
-      raise invalid(f'must be between {low} and {high}, not {value}', field)
-    found[field] = value
-  top_k = integer(data, 'top_k')
-  if top_k is not None:
-    if top_k < -1:
-      raise invalid('must be at least 1, or 0 for off', 'top_k')
-    found['top_k'] = max(top_k, 0)
-  seed = integer(data, 'seed')
-  if seed is not None:
-    found['seed'] = seed
-  if data.get('logit_bias') is not None:
-    found['logit_bias'] = _logit_bias(data['logit_bias'])
-  return found
+def read(body: dict[str, Any]) -> dict[str, Any]:
+  """The sampling fields that are present in the checked fields of a body."""
+  found = {name: body[name] for name in FIELDS if body.get(name) is not None}
+  return found | {'top_k': max(found['top_k'], 0)} if 'top_k' in found else found
 
 
-def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+def _logit_bias(value: Any, where: str) -> tuple[tuple[int, float], ...]:
   """OpenAI's object from token id to bias, as SamplingParams has it."""
   if not isinstance(value, dict):
-    raise invalid('must be an object from token id to bias', 'logit_bias')
+    raise invalid('must be an object from token id to bias', where)
   for token, bias in value.items():
     # isdecimal: int() also takes signs, spaces and underscores.
     if not (token.isascii() and token.isdecimal() and len(token) < 10):
-      raise invalid(f'{token[:20]!r} is not a token id', 'logit_bias')
+      raise invalid(f'{token[:20]!r} is not a token id', where)
     number = isinstance(bias, int | float) and not isinstance(bias, bool)
     if not number or not -100 <= bias <= 100:
-      raise invalid('biases must be numbers between -100 and 100', 'logit_bias')
+      raise invalid('biases must be numbers between -100 and 100', where)
   merged = {int(token): float(bias) for token, bias in value.items()}
   return tuple(merged.items())
+
+
+FIELDS = fields.Body(
+  temperature=fields.number(0, 2),
+  top_p=fields.number(0, 1, least=0.01),
+  top_k=fields.integer(-1),  # -1 and 0: off
+  min_p=fields.number(0, 1),
+  seed=fields.integer(-(2**63)),
+  frequency_penalty=fields.number(-2, 2),
+  presence_penalty=fields.number(-2, 2),
+  repetition_penalty=fields.number(0, 10, least=0.01),
+  logit_bias=fields.Field(read=_logit_bias),
+)
 
 
 def params(

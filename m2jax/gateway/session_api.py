@@ -99,12 +99,11 @@ def add_routes(
 
 def _fields(body: bytearray) -> tuple[str, str, str]:
   found = fields.body(body)
-  if not isinstance(found.get('key'), str):
-    raise invalid('must be a string', 'key')
+  key = fields.text(found.get('key'), 'key')
   mode = found.get('mode', 'training')
   if mode not in MODES:
     raise invalid(f'must be one of {MODES}', 'mode')
   name = found.get('name') or f'session-{uuid.uuid4().hex}'
   if not (isinstance(name, str) and valid_key(name)):
     raise invalid('must be 1 to 256 printable ASCII characters', 'name')
-  return found['key'], mode, name
+  return key, mode, name

@@ -17,6 +17,7 @@ heartbeat uses its own.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -72,6 +73,13 @@ def heartbeat(connection: sa.Connection, held: list[str]) -> set[str]:
     connection.execute(sa.update(tables.items).where(mine).values(beats=i.beats + 1))
     alive.update(connection.scalars(sa.select(i.lease).where(mine)))
   return alive
+
+
+def outcome(trajectories: Sequence[records.Trajectory]) -> str:
+  """The report of a group that has ended: COMPLETE if any of it can be judged."""
+  if any(t.end_reason != 'infrastructure' for t in trajectories):
+    return COMPLETE
+  return AGAIN + (trajectories[0].error or 'infrastructure')
 
 
 def holds(connection: sa.Connection, claimed: Claim) -> bool:

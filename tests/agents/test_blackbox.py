@@ -450,13 +450,15 @@ def folder():
 
 @needs_environment
 def test_the_pages_agent_solves_a_task(play, tok, folder, monkeypatch):
-  """docs/agents.md and the README: an agent around OpenAI's client, and its config."""
+  """docs/agents.md's agent around OpenAI's client, docs/your_agent.md's config."""
   root = pathlib.Path(__file__).parent.parent.parent
   (agent,) = re.findall(
     r'```python\n(# loop.py.*?)```', (root / 'docs/agents.md').read_text(), re.DOTALL
   )
   (config,) = re.findall(
-    r'```python\n(# my_agent.py.*?)```', (root / 'README.md').read_text(), re.DOTALL
+    r'```python\n(# my_agent.py.*?)```',
+    (root / 'docs/your_agent.md').read_text(),
+    re.DOTALL,
   )
   (folder / 'agent').mkdir()
   (folder / 'agent' / 'loop.py').write_text(agent)

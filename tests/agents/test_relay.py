@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 
 import pytest
 
@@ -174,6 +175,48 @@ def test_a_client_that_does_not_read_is_no_failure_of_the_gateway():
       while await reader.read(1 << 20):
         pass
       assert (way.failure, way.begun) == ('', 1)
+      writer.close()
+
+  asyncio.run(run())
+
+
+def test_a_client_that_has_closed_its_side_gets_the_rest():
+  async def gateway(reader, writer):
+    await request_of(reader)
+    writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nbegin ')
+    await asyncio.sleep(0.1)
+    writer.write(b'end')
+
+  async def run():
+    async with relaying(gateway) as way:
+      reader, writer = await send(way)
+      await reader.readuntil(b'begin ')
+      writer.write_eof()
+      assert b'end' in await reader.read() and way.failure == ''
+      writer.close()
+
+  asyncio.run(run())
+
+
+def test_an_answer_does_not_wait_for_the_clients_acknowledgements():
+  """Head and body are two writes: the kernel would hold the second for 40 ms."""
+
+  async def gateway(reader, writer):
+    while True:
+      await request_of(reader)
+      writer.write(OK)
+
+  async def run():
+    async with relaying(gateway) as way:
+      reader, writer = await send(way)
+      times = []
+      for _ in range(10):
+        begin = time.perf_counter()
+        await reader.readuntil(b'{}')
+        times.append(time.perf_counter() - begin)
+        writer.write(b'POST /v1/messages HTTP/1.1\r\nhost: a\r\n')
+        writer.write(b'content-length: 2\r\n\r\n{}')
+      assert min(times[1:]) < 0.02, times
       writer.close()
 
   asyncio.run(run())

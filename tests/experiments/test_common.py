@@ -22,8 +22,7 @@ from configs import (
 from experiments import common, fields, served
 from m2jax import config as model_config
 from m2jax import sharding
-from m2jax.forge.config import ForgeConfig, RolloutConfig
-from m2jax.forge.remote.outside import RecordedConfig
+from m2jax.forge.config import ForgeConfig, RecordedConfig, RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import optimizer
 from m2jax.params import Kind

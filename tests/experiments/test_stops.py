@@ -15,8 +15,7 @@ import pytest
 
 from experiments import common
 from m2jax.checkpoint import CheckpointManager, MissingCheckpoint, StorageError
-from m2jax.forge.commands import Stopped
-from m2jax.forge.errors import ProcessLost, RolloutsFailed
+from m2jax.forge.errors import ProcessLost, RolloutsFailed, Stopped
 from m2jax.observe import metrics as metrics_lib
 from m2jax.sandbox import SandboxUnavailable
 from m2jax.train.step import NotFinite

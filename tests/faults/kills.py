@@ -20,7 +20,7 @@ import time
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import data_pool
 from tests.faults import witness
-from tests.forge.remote.role_processes import ROLES, Roles
+from tests.forge.roles.role_processes import ROLES, Roles
 from tests.pool import postgres
 
 NAMES = (*ROLES, 'agents2')

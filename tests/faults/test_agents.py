@@ -7,8 +7,9 @@ import time
 import pytest
 
 from m2jax.agents import episodes
+from m2jax.forge import shared
 from m2jax.forge.errors import RolloutsFailed
-from m2jax.forge.remote import agents, learner, shared
+from m2jax.forge.roles import agents, learner
 from tests.faults import stuck
 
 
@@ -27,7 +28,7 @@ def runner_of(where, **fields):
 
 
 def group(runner, index, count=2):
-  return runner.group(f'tests.forge.remote.sums/train/0/{index}', count)
+  return runner.group(f'tests.forge.roles.sums/train/0/{index}', count)
 
 
 def test_a_verifier_that_hangs():

@@ -19,7 +19,7 @@ from m2jax.gateway.session_api import RemoteSessions
 from m2jax.observe import metrics
 from m2jax.pool.data_pool import DataPool
 from m2jax.records import WorkItem
-from tests.forge.remote.test_agents import config, groups, pool, start, wait_until
+from tests.forge.roles.test_agents import config, groups, pool, start, wait_until
 from tests.gateway.scripted_engine import ScriptedEngine
 from tests.pool.test_data_pool import completion, trajectory
 
@@ -43,9 +43,10 @@ def test_leases_and_deadlines(groups, start, jump):
   side = start(lease_s=0.2)
   side.worker.step(0.01)
   jump()
+  attempts = groups._attempts
   for index in range(3):
-    before = groups._seen
-    wait_until(lambda b=before: {*groups._seen.items()} - {*b.items()})  # heartbeats
+    before = attempts._seen
+    wait_until(lambda b=before: {*attempts._seen.items()} - {*b.items()})  # heartbeats
     side.runner.end(index)
     wait_until(lambda n=index + 1: groups.queue.state().completed == n, side)
   assert (groups.reissued, side.worker.lost, side.worker.reported) == (0, 0, 3)

@@ -9,8 +9,8 @@ import types
 import pytest
 
 from m2jax import records
-from m2jax.forge.remote import shared
-from m2jax.forge.remote.config import RolesConfig
+from m2jax.forge import shared
+from m2jax.forge.config import RolesConfig
 from m2jax.pool import data_pool, database, watch
 from tests.gateway.test_errors import OK, post
 

@@ -15,7 +15,7 @@ from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.observe import metrics
 from m2jax.pool import data_pool
 from tests.faults import witness
-from tests.forge.remote.role_processes import Roles
+from tests.forge.roles.role_processes import Roles
 from tests.pool.test_data_pool import completion
 
 

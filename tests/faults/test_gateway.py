@@ -19,7 +19,7 @@ from m2jax.gateway.server import Gateway
 from m2jax.observe import metrics
 from m2jax.rollout.api import GenerateRequest
 from m2jax.rollout.serving import decode_calls
-from tests.forge.remote.conftest import engine, variables
+from tests.forge.roles.conftest import engine, variables
 from tests.gateway.test_errors import ANSWER, OK, assert_serves, post
 from tests.rollout import conftest as rollout
 from tests.waiting import wait_until

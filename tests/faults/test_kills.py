@@ -21,7 +21,7 @@ ITEMS = max(100, 8 * KILLS)  # enough for the kills to hit a run that goes on
 def test_every_process_is_killed_at_a_random_moment(postgresql, tmp_path):
   """What the surviving weights were trained on is what an undisturbed run trains on,
   each item once; none fails. Prints the figures. `make test-long` kills each process
-  once, in tests/forge/remote/test_roles.py."""
+  once, in tests/forge/roles/test_roles.py."""
   plan = kills.plan(KILLS, SEED)
   undisturbed, calm = kills.drain(tmp_path / 'undisturbed', postgresql, ITEMS, [])
   trained, figures = kills.drain(tmp_path / 'killed', postgresql, ITEMS, plan)

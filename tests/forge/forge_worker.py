@@ -21,8 +21,9 @@ import numpy as np
 from configs import forge as forge_config
 from experiments import common
 from m2jax import platforms
-from m2jax.forge import lead, rl_loop, run
+from m2jax.forge import rl_loop, run
 from m2jax.forge.config import ForgeConfig
+from m2jax.forge.processes import lead
 from m2jax.rl import learner
 from tests.faults.witness import Writer
 

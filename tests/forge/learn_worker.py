@@ -133,9 +133,10 @@ def main(
     )
 
   from m2jax import tasks
-  from m2jax.checkpoint.manager import CheckpointManager
-  from m2jax.forge import follow, lead, prepare, rl_loop, roles
-  from m2jax.forge.commands import Commands
+  from m2jax.forge import prepare, rl_loop
+  from m2jax.forge.processes import follow, lead
+  from m2jax.forge.processes.commands import Commands
+  from m2jax.forge.roles import in_process
   from m2jax.observe import metrics as metrics_lib
   from m2jax.pool import data_pool
   from tests import quick
@@ -146,24 +147,25 @@ def main(
   settings = config(items, chunks)
   sharding = sharding_lib.make(sharding_lib.MeshConfig(**mesh))
   variables = quick.variables(settings.model, 0, noise=0.1, bias=0.1)
-  learner = prepare.learner(settings, variables, sharding)
   commands = Commands()
   if process:
+    learner = prepare.learner(settings, variables, sharding)
     with commands.following():
       follow.follow_rl(learner, settings, workdir, commands)
     print('{}')
     return
 
+  of_learner, of_manager = lead.kinds(commands, workdir)
+  learner = prepare.learner(settings, variables, sharding, make=of_learner)
   witness = witness_lib.Writer(workdir)
   with (
     commands.leading(),
     metrics_lib.MetricsWriter(workdir, use_tensorboard=False) as metrics,
     data_pool.DataPool(f'sqlite:///{workdir}/pool.db') as pool,
-    CheckpointManager(workdir / 'rl', keep=2) as manager,
+    of_manager(workdir / 'rl', keep=2) as manager,
   ):
     runner = Runner(pool, next(iter(tasks.families(settings.tasks))))
-    running = roles.Rollouts(settings, pool, Engine(), Gateway(), runner)
-    learner, manager = lead.lead(learner, manager, commands, workdir)
+    running = in_process.Rollouts(settings, pool, Engine(), Gateway(), runner)
     train = learner.update
 
     def update(credits_, passes):

@@ -10,29 +10,30 @@ import jax
 import numpy as np
 import pytest
 
+from m2jax import frames
 from m2jax.checkpoint import CheckpointError, published
 from m2jax.checkpoint.errors import CorruptCheckpoint, MissingCheckpoint
-from m2jax.forge import lead_weights
-from m2jax.forge.commands import Stopped
+from m2jax.forge.errors import Stopped
+from m2jax.forge.processes import lead_weights
 
 TIMEOUT_S = 60
 LIKE = {'w': jax.ShapeDtypeStruct((3,), np.float32)}
 
 
 class Channel:
-  """`forge.commands.Commands` between two threads; is both of its ends."""
+  """`forge.processes.commands.Commands` between two threads; is both of its ends."""
 
   def __init__(self):
     self._commands, self._answers = queue.Queue(), queue.Queue()
 
   def send(self, do, **fields):
-    self._commands.put(dict(fields, do=do))
+    self._commands.put(frames.Frame(do, fields, {}))
 
   def receive(self):
     return self._commands.get(timeout=TIMEOUT_S)
 
   def answer(self, **fields):
-    self._answers.put(fields)
+    self._answers.put(frames.Frame('answer', fields, {}))
 
   def answers(self):
     return [self._answers.get(timeout=TIMEOUT_S)]
@@ -72,7 +73,7 @@ def both(directory, channel):
   """Process 0's reader, the other's, and what that one reads with."""
   theirs = Broken(published.Reader(directory / 'weights'))
   follower = lead_weights.FollowReader(theirs, channel, LIKE).start()
-  lead = lead_weights.LeadReader(published.Reader(directory / 'weights'), channel)
+  lead = lead_weights.LeadReader(directory / 'weights', channel)
   return lead, follower, theirs
 
 
@@ -111,12 +112,10 @@ def test_what_process_0_cannot_read_the_others_drop(tmp_path, publisher, channel
   lead, follower, _ = both(tmp_path, channel)
   first, second = publish(publisher, 1), publish(publisher, 2)
   lead.load(first, LIKE)
-  broken = Broken(None)
-  broken.error = MissingCheckpoint('deleted')
-  lead._reader, intact = broken, lead._reader
-  with pytest.raises(CheckpointError, match='deleted'):
+  lead._root, intact = lead._root / 'nothing', lead._root
+  with pytest.raises(MissingCheckpoint):
     lead.load(second, LIKE)
-  lead._reader = intact
+  lead._root = intact
   lead.load(second, LIKE)  # so the command to drop has been carried out
   assert sorted(follower._read) == [0, 2]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.forge.plateau import Plateau
+from m2jax.forge.evaluation import Plateau
 
 VALUES = st.lists(st.floats(0, 1), max_size=12)
 

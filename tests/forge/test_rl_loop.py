@@ -21,9 +21,10 @@ from m2jax import config as model_config
 from m2jax import records, sandbox
 from m2jax.agents import episodes, whitebox
 from m2jax.checkpoint.manager import CheckpointManager
-from m2jax.forge import rl_loop, roles, rollout_groups
+from m2jax.forge import groups, rl_loop
 from m2jax.forge.config import RlConfig
 from m2jax.forge.errors import RolloutsFailed
+from m2jax.forge.roles import in_process
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from m2jax.observe import metrics as metrics_lib
@@ -140,7 +141,7 @@ class Run:
     self.manager = stack.enter_context(CheckpointManager(self.directory / 'rl', keep=2))
     loop = rl_loop.RlLoop(
       self.config,
-      roles.Rollouts(self.config, self.pool, self.engine, gateway, runner),
+      in_process.Rollouts(self.config, self.pool, self.engine, gateway, runner),
       self.learner,
       self.manager,
       self.metrics,
@@ -175,7 +176,7 @@ class Sandboxes:
 def quick(monkeypatch):
   """A tenth of the product's pauses: an outage of a second is one of ten."""
   for name in ('_POLL_S', '_SHORTEST_PAUSE_S', '_LONGEST_PAUSE_S'):
-    monkeypatch.setattr(rollout_groups, name, getattr(rollout_groups, name) / 10)
+    monkeypatch.setattr(groups, name, getattr(groups, name) / 10)
 
 
 def in_thread(run):
@@ -294,7 +295,7 @@ def test_hanging_groups_meet_their_deadline(tmp_path, tok, monkeypatch):
     failures = run.pool.failures()
     assert 1 <= len(failures) <= 3 and 0 in failures
     assert set(failures.values()) == {'not complete after 2 s'}
-    wait_until(lambda: not set(failures) & run.loop._groups.running())
+    wait_until(lambda: not set(failures) & run.loop._groups._attempts.futures.keys())
     trained = [i for items in run.learner.updates for i in items]
     assert trained == sorted(set(range(len(trained) + len(failures))) - set(failures))
 

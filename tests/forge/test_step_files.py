@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from m2jax import forest
-from m2jax.forge.step_files import StepFiles
+from m2jax.forge.processes.step_files import StepFiles
 from m2jax.rl import packing
 from tests.rl.test_packing import SIZES, star
 

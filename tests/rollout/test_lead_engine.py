@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
-from m2jax.forge import lead_engine, lead_weights
-from m2jax.forge.commands import Stopped
+from m2jax import frames
+from m2jax.forge.errors import Stopped
+from m2jax.forge.processes import lead_engine, lead_weights
 from m2jax.rollout.api import EngineLost, GenerateRequest, SamplingParams
 from tests.rollout.engine.test_engine import prompt
 
@@ -17,23 +16,23 @@ TIMEOUT_S = 120
 
 
 class Sent:
-  """`forge.commands.Commands` within one process: JSON texts, in order."""
+  """`forge.processes.commands.Commands` within one process: frames, in order."""
 
   several = True
 
   def __init__(self):
-    self.texts, self.failure = [], None
+    self.frames, self.failure = [], None
 
-  def send(self, do, **fields):
+  def send(self, do, arrays=None, **fields):
     if self.failure:
       raise self.failure
-    self.texts.append(json.dumps(dict(fields, do=do)))
+    self.frames.append(frames.pack(do, arrays, **fields))
 
   def forget(self):
     pass
 
   def receive(self):
-    return json.loads(self.texts.pop(0))
+    return frames.decode(self.frames.pop(0))
 
 
 class Recorded:
@@ -79,11 +78,11 @@ def test_a_follower_makes_the_same_calls(engine, variables, serve):
   for handle in handles:
     assert len(handle.future.result(TIMEOUT_S).tokens)
   scheduler.stop()
-  names = [json.loads(text)['do'] for text in sent.texts]
+  names = [frames.decode(data).kind for data in sent.frames]
   assert {'load_parts', 'init_decode_state', 'prefill_rows', 'admit'} < set(names)
   sent.send('stop', reason='')
   lead_engine.follow(theirs, [variables].__getitem__, sent)
-  assert len(ours.sampled) > 3 and not sent.texts
+  assert len(ours.sampled) > 3 and not sent.frames
   for record in ('sampled', 'states'):
     jax.tree.map(
       np.testing.assert_array_equal, getattr(theirs, record), getattr(ours, record)
@@ -125,9 +124,9 @@ def test_new_weights_are_exchanged_in_all_processes(engine, variables, serve):
   versions = handle.future.result(TIMEOUT_S).versions
   scheduler.stop()
   assert set(versions) == {0, 1}
-  calls = [json.loads(text) for text in sent.texts]
-  names = [call['do'] for call in calls]
-  assert [c['number'] for c in calls if c['do'] == 'load_parts'] == [0, 1]
+  calls = [frames.decode(data) for data in sent.frames]
+  names = [call.kind for call in calls]
+  assert [c.fields['number'] for c in calls if c.kind == 'load_parts'] == [0, 1]
   between = names[names.index('load_parts', 2) :]
   parts = between.count('load_part')
   last = len(between) - 1 - between[::-1].index('load_part')

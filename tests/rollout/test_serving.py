@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from m2jax import rollout
+from m2jax.forge.config import EngineServerConfig, RemoteConfig
 from m2jax.forge.remote import engine_client, engine_server
 from m2jax.rollout.api import EngineError, PageEvent, PromptTooLong, Serving
 from tests.rollout.conftest import CFG, CONTEXT, RECORDING
@@ -18,7 +19,7 @@ from tests.rollout.serving.test_scheduler import TIMEOUT_S, assert_logprobs, req
 from tests.waiting import wait_until
 
 HOW = rollout.HandoverConfig(local_tokens=4, part_pages=3)
-REMOTE = engine_client.RemoteConfig(poll_s=0.02)
+REMOTE = RemoteConfig(poll_s=0.02)
 PROMPT = prompt(5, 14)
 
 
@@ -38,7 +39,7 @@ def serving(request, engine, variables):
     if request.param == 'replicas':
       made = rollout.Router([one], config=rollout.RouterConfig(observe_s=0.02)).start()
     if request.param == 'remote':
-      settings = engine_server.EngineServerConfig()
+      settings = EngineServerConfig()
       server = stack.enter_context(engine_server.EngineServer(settings, one))
       made = engine_client.RemoteScheduler(
         server.url, CFG.vocab_size, RECORDING, config=REMOTE

@@ -9,7 +9,7 @@ import urllib.parse
 import httpx
 import pytest
 
-from m2jax.forge import watch
+from m2jax.forge.roles import watch
 from m2jax.gateway.config import GatewayConfig
 from m2jax.gateway.server import Gateway
 from tests.gateway.conftest import tok  # noqa: F401

@@ -1,9 +1,9 @@
-"""The roles of a run as processes of their own: docs/roles.md.
+"""Engine and gateway over HTTP, as the roles of a run ask each other.
 
-They share a directory and a database, and know each other's URLs:
+1. `engine_client` sends a request for a completion (`wire`) and is `Serving`.
+2. `engine_server` gives it to a scheduler, and sends tokens as they are drawn.
+3. `engine_client` asks every second how the engine is, and what has changed in its
+   cached pages (`page_log`), by which a router chooses an engine.
 
-  engine    serves GenerateRequests over HTTP, with the weights published last
-  gateway   agents' requests → completions, by the engine; records them in the pool
-  agents    claim work items of the pool, run their episodes, and report them
-  learner   everything else: today's run, with the queue in the pool's database
+`gateway_client` opens sessions of a gateway, and reads its health and its counters.
 """

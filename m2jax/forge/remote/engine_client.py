@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import functools
 import json
 import threading
 import time
@@ -21,8 +20,9 @@ from typing import Any
 import httpx
 from absl import logging
 
+from m2jax import frames
 from m2jax.agents import http
-from m2jax.checks import require
+from m2jax.forge.config import RemoteConfig
 from m2jax.forge.remote import wire
 from m2jax.rollout.api import (
   EngineError,
@@ -37,27 +37,6 @@ from m2jax.rollout.serving import requests
 from m2jax.rollout.tiers.page_journal import PageJournal
 
 _FRAME_LIMIT_BYTES = 1 << 31  # expert ids of a long context
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteConfig:
-  """How an engine in another process is used.
-
-  Attributes:
-    connect_timeout_s: to establish a connection.
-    silence_timeout_s: without a byte from the engine, after which a request fails; the
-      engine gives a sign of life every `EngineServerConfig.alive_s`.
-    poll_s: between requests for its statistics, and for changes of its cached pages.
-  """
-
-  connect_timeout_s: float = 5.0
-  silence_timeout_s: float = 30.0
-  poll_s: float = 1.0
-
-  def __post_init__(self):
-    check = functools.partial(require, self)
-    for field in dataclasses.fields(self):
-      check(getattr(self, field.name) > 0, field.name, 'positive')
 
 
 @dataclasses.dataclass(eq=False)
@@ -233,7 +212,10 @@ class RemoteScheduler(Serving):
             await self._read_pages()
         else:
           self._down = body.get('stopped_reason') or _reason(response)
-      except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
+      except (
+        *(httpx.HTTPError, frames.Malformed),
+        *(ValueError, KeyError, AttributeError),
+      ) as error:
         self._down = f'{self._url}: {error!r}'
       await asyncio.sleep(self._config.poll_s)
 
@@ -263,7 +245,7 @@ class RemoteScheduler(Serving):
       job.future.set_exception(
         EngineError('the connection to the rollout engine was stopped')
       )
-    except (httpx.HTTPError, wire.Malformed) as error:
+    except (httpx.HTTPError, frames.Malformed) as error:
       failed = EngineError(f'the rollout engine at {self._url} failed: {error!r}')
       failed.__cause__ = error
       if isinstance(error, httpx.TransportError):
@@ -285,23 +267,23 @@ class RemoteScheduler(Serving):
       if response.status_code != 200:
         await response.aread()
         raise EngineError(f'the rollout engine: {_reason(response)}')
-      async for kind, payload in wire.frames(response.aiter_raw(), _FRAME_LIMIT_BYTES):
-        match kind:
-          case wire.TOKENS:
+      async for frame in frames.stream(response.aiter_raw(), _FRAME_LIMIT_BYTES):
+        match frame.kind:
+          case 'tokens':
             if job.on_tokens is not None:
-              job.on_tokens(wire.decode_tokens(payload))
-          case wire.RESULT:
-            result = wire.decode_result(payload)
-          case wire.ERROR:
-            raise EngineError(payload.decode('utf-8', 'replace'))
-          case wire.ALIVE:
+              job.on_tokens(wire.decode_tokens(frame))
+          case 'result':
+            result = wire.decode_result(frame)
+          case 'error':
+            raise EngineError(frame.text('reason'))
+          case 'alive':
             continue
-          case _:
-            raise wire.Malformed(f'a frame of the kind {kind!r}')
+          case kind:
+            raise frames.Malformed(f'a frame of kind {kind[:40]}')
     finally:
       await response.aclose()
     if result is None:
-      raise wire.Malformed('the stream ended without a result')
+      raise frames.Malformed('the stream ended without a result')
     return result
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import dataclasses
-import functools
 import json
 import urllib.parse
 from collections.abc import Callable
@@ -23,7 +21,8 @@ from typing import Any
 
 from absl import logging
 
-from m2jax.checks import require
+from m2jax import frames
+from m2jax.forge.config import EngineServerConfig
 from m2jax.forge.remote import wire
 from m2jax.forge.remote.page_log import PageLog
 from m2jax.gateway import hosts, receiving, streaming
@@ -31,40 +30,6 @@ from m2jax.gateway.counters import Counters
 from m2jax.gateway.errors import ApiError, too_large
 from m2jax.gateway.listener import Listener
 from m2jax.rollout.api import EngineError, NewTokens, Serving
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineServerConfig:
-  """Settings of the engine's HTTP server.
-
-  Attributes:
-    host, port: where to listen; beyond loopback only with a key. Port 0 chooses one.
-    max_requests: requests in progress; more get a 503.
-    max_unfinished_bytes: total of the bodies that are arriving; 429.
-    alive_s: seconds between signs of life in a response without new tokens.
-    max_connections, max_header_bytes, header_timeout_s, body_timeout_s,
-      write_timeout_s, keep_alive_s, stop_timeout_s: see `GatewayConfig`.
-  """
-
-  host: str = '127.0.0.1'
-  port: int = 0
-  max_requests: int = 4096
-  max_unfinished_bytes: int = 64 << 20
-  alive_s: float = 5.0
-  max_connections: int = 4224
-  max_header_bytes: int = 16 << 10
-  header_timeout_s: float = 10.0
-  body_timeout_s: float = 60.0
-  write_timeout_s: float = 60.0
-  keep_alive_s: int = 600
-  stop_timeout_s: int = 2
-
-  def __post_init__(self):
-    check = functools.partial(require, self)
-    for field in dataclasses.fields(self):
-      if field.name not in ('host', 'port'):
-        check(getattr(self, field.name) > 0, field.name, 'positive')
-    check(0 <= self.port < 65_536, 'port', 'between 0 and 65535')
 
 
 class EngineServer:
@@ -177,7 +142,7 @@ class _Application:
     limit_bytes = wire.request_limit(self._scheduler.context_tokens)
     id_, request = wire.decode_request(await self._body(scope, receive, limit_bytes))
     if id_ in self._running:
-      raise wire.Malformed(f'id: a request {id_!r} is in progress')
+      raise frames.Malformed(f'id: a request {id_!r} is in progress')
     if len(self._running) >= self._config.max_requests:
       most = self._config.max_requests
       raise EngineError(f'{most} requests are in progress (max_requests)')
@@ -207,17 +172,17 @@ class _Application:
       while not queue.empty():
         items.append(queue.get_nowait())
       last = bool(items) and isinstance(items[-1], concurrent.futures.Future)
-      data = b''.join(map(_frame, items)) or wire.frame(wire.ALIVE)
+      data = b''.join(map(_frame, items)) or frames.pack('alive')
       await send({'type': 'http.response.body', 'body': data, 'more_body': not last})
 
 
 def _frame(item: NewTokens | concurrent.futures.Future) -> bytes:
   if not isinstance(item, concurrent.futures.Future):
-    return wire.frame(wire.TOKENS, wire.encode_tokens(item))
+    return wire.encode_tokens(item)
   try:
-    return wire.frame(wire.RESULT, wire.encode_result(item.result()))
+    return wire.encode_result(item.result())
   except BaseException as error:  # CancelledError is not an Exception
-    return wire.frame(wire.ERROR, str(error).encode())
+    return frames.pack('error', reason=str(error)[:500])
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -226,7 +191,7 @@ def _as_api_error(error: Exception) -> ApiError:
       return error
     case EngineError():
       return ApiError(503, str(error), type='server_error', code='engine_unavailable')
-    case ValueError():  # of `wire`, or of the scheduler's check of each field
+    case frames.Malformed() | ValueError():  # of the scheduler's check of each field
       return ApiError(400, str(error))
   logging.error('engine: a request failed', exc_info=error)
   return ApiError(500, 'internal error; see the log', type='server_error')

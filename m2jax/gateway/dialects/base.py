@@ -24,6 +24,7 @@ class Dialect:
   Attributes:
     name: of the dialect.
     path: where requests are posted.
+    schema: that of the model's name → that of a body, for the OpenAPI document.
     parse: a body's object → the request and its messages. Raises ApiError, which
       names the field.
     error: an error → the response's object.
@@ -31,6 +32,7 @@ class Dialect:
 
   name: str
   path: str
+  schema: Callable[[dict], dict]
   parse: Callable[[dict], Parsed]
   error: Callable[[ApiError], dict]
 

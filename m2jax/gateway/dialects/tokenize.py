@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from m2jax.gateway import fields, protocol
+from m2jax.gateway import fields, protocol, schemas
 from m2jax.gateway.dialects import openai_chat
 from m2jax.gateway.dialects.base import Counting
 from m2jax.gateway.errors import ApiError, invalid, too_large, unsupported
@@ -21,28 +21,34 @@ from m2jax.text.tokenizer import Tokenizer
 MAX_PROMPT_CHARACTERS = 16 << 10
 
 
+_COMMON = {'model': fields.REQUIRED_TEXT, 'return_token_strs': fields.FLAG}
+_MESSAGES = fields.Body(
+  _COMMON, **{name: openai_chat.request.BODY[name] for name in ('messages', 'tools')}
+)
+_PROMPT = fields.Body(_COMMON, prompt=fields.REQUIRED_TEXT)
+
+
 def parse(data: dict) -> protocol.Parsed:
   """Checks a body. Raises ApiError: 400 or 413, which names the invalid field."""
-  fields.flag(data, 'return_token_strs')
   if data.get('prompt') is None:
     if data.get('add_generation_prompt', True) is not True:
       raise unsupported('must be true', 'add_generation_prompt')
+    body = _MESSAGES.read(data)
     # Agents also count what ends with calls that they have not yet run.
     request, messages = openai_chat.request.parse(data, complete=False)
   elif data.get('messages') is not None:
     raise invalid('send either messages or prompt', 'prompt')
   else:
-    if len(fields.text(data['prompt'], 'prompt')) > MAX_PROMPT_CHARACTERS:
+    body = _PROMPT.read(data)
+    if len(body['prompt']) > MAX_PROMPT_CHARACTERS:
       raise too_large(
         f'prompt: must have at most {MAX_PROMPT_CHARACTERS} characters; messages may '
         'be longer'
       )
     request, messages = protocol.parsed(
-      [], None, model=fields.text(data.get('model'), 'model'), max_tokens=None,
-      sampling={}, stream=False,
-    )  # fmt: skip
-  names = ('prompt', 'return_token_strs')
-  request.echo.update({name: data.get(name) for name in names})
+      [], None, model=body['model'], max_tokens=None, sampling={}, stream=False
+    )
+  request.echo.update(prompt=body.get('prompt'), strings=body['return_token_strs'])
   return request, messages
 
 
@@ -56,7 +62,7 @@ def body(
   listed = strings = None
   if len(ids) <= context_tokens:
     listed = ids.tolist()
-    if request.echo['return_token_strs']:
+    if request.echo['strings']:
       text = functools.cache(lambda token: tokenizer.decode([token]))
       strings = [text(token) for token in listed]
   return {
@@ -68,5 +74,6 @@ def body(
 
 
 DIALECT = Counting(
-  name='tokenize', path='/tokenize', parse=parse, body=body, error=ApiError.body
-)
+  name='tokenize', path='/tokenize', parse=parse, body=body, error=ApiError.body,
+  schema=lambda model: schemas.any_(_MESSAGES.schema(model), _PROMPT.schema(model)),
+)  # fmt: skip

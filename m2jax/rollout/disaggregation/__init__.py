@@ -4,7 +4,7 @@
 2. `break_even`: what is missing of a short prompt is computed there; the limit is
    measured at the start.
 3. `handover`: for the rest it asks a prefill engine (`Prefills`), in this process or,
-   through `remote_prefill` and `prefill_server`, in another (`wire`).
+   through `remote_prefill` and `prefill_server`, in another (`connection`).
 4. `prefill_engine`: computes the prompt in chunks, and reads the pages of each to the
    host while it computes the next.
 5. `remote_prefill`: checks what was received before the engine sees it.

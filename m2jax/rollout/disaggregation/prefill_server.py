@@ -4,7 +4,7 @@
 
 A decode process sends `ask`, `cancel`, `weights` (the version that it has, so that this
 process loads it) and `ping`; it is sent `part`, `failed`, `weights_failed` and `pong`
-(`wire`). When its connection ends, what it has asked for is cancelled.
+(`connection`). When its connection ends, what it has asked for is cancelled.
 
 The newest version that any connected decode process has is loaded. One that cannot be
 loaded is tried again while somebody wants it, and holds up no older one: a version is
@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from m2jax.rollout.disaggregation import wire
+from m2jax.frames import Frame, Malformed
+from m2jax.rollout.disaggregation import connection
 from m2jax.rollout.disaggregation.handover import Ask, HandoverError, Part
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
-from m2jax.rollout.disaggregation.wire import ProtocolError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PrefillServer:
 
     Args:
       scheduler: not started; `start` and `stop` apply to it, too.
-      address: see `wire.Address`; port 0 is a free one.
+      address: see `connection.Address`; port 0 is a free one.
       load: the weights of a version, called from a thread of its own.
       key: at least 16 bytes, which decode processes must know.
       run_id: of the run whose weights these are; another run's versions are others.
@@ -93,10 +93,10 @@ class PrefillServer:
     Raises:
       ValueError: other machines could connect, and there is no key.
     """
-    wire.check_key(key)
+    connection.check_key(key)
     self._scheduler, self._load, self._key = scheduler, load, key
     self._run_id, self._limits = run_id, limits or Limits()
-    self._address = wire.Address.parse(address)
+    self._address = connection.Address.parse(address)
     self._socket = self._address.listen(key)
     self._lock = threading.Condition()
     self._peers: set[_Peer] = set()
@@ -158,7 +158,7 @@ class PrefillServer:
     }
 
   def _accept(self) -> None:
-    self._socket.settimeout(wire.IDLE_S / 4)  # to see that it is to stop
+    self._socket.settimeout(connection.IDLE_S / 4)  # to see that it is to stop
     while not self._stopping:
       try:
         sock, _ = self._socket.accept()
@@ -184,7 +184,7 @@ class PrefillServer:
       hello = dict(
         layout=self._scheduler.layout, run_id=self._run_id, version=self._loaded
       )
-      wire.open_server(sock, self._key, hello, self._limits.frame_s)
+      connection.open_server(sock, self._key, hello, self._limits.frame_s)
       with self._lock:
         peer = _Peer(self, sock)
         self._peers.add(peer)
@@ -192,7 +192,7 @@ class PrefillServer:
         if self._stopping:
           peer.close()
       peer.serve()
-    except ProtocolError as error:
+    except Malformed as error:
       self.rejected += 1
       logging.log_every_n_seconds(
         logging.WARNING, 'a connection was closed: %s', 10, error
@@ -249,7 +249,7 @@ class PrefillServer:
       self._failed[version] = _Failed(time.monotonic() + wait_s, wait_s)
       peers = [peer for peer in self._peers if peer.version == version]
     for peer in peers:
-      peer.send(dict(kind='weights_failed', version=version, reason=reason))
+      peer.send('weights_failed', version=version, reason=reason)
 
 
 class _Peer:
@@ -263,7 +263,7 @@ class _Peer:
     self._server, self._limits = server, server._limits
     self._scheduler = server._scheduler
     self.version: int | None = None
-    self._channel = wire.Channel(
+    self._channel = connection.Channel(
       sock,
       max_body_bytes=4 * self._scheduler.context_tokens,
       max_unsent_bytes=self._limits.unsent_bytes,
@@ -274,13 +274,13 @@ class _Peer:
     self.send, self.close = self._channel.send, self._channel.close
 
   def serve(self) -> None:
-    """Until the connection ends; raises ProtocolError or OSError."""
+    """Until the connection ends; raises Malformed or OSError."""
     heard = time.monotonic()
     while not self._channel.closed:
       frame = self._channel.receive()
       if frame is not None:
         heard = time.monotonic()
-        self._handle(*frame)
+        self._handle(frame)
       elif time.monotonic() > heard + self._limits.silence_s:
         raise TimeoutError('a silent connection')
 
@@ -292,36 +292,35 @@ class _Peer:
     for cancel in cancels:
       cancel()
 
-  def _handle(self, header: dict, body: bytearray) -> None:
-    match header['kind']:
+  def _handle(self, frame: Frame) -> None:
+    match frame.kind:
       case 'ask':
-        self._ask(header, body)
+        self._ask(frame)
       case 'cancel':
         with self._lock:
-          cancel = self._asks.pop(wire.integer(header, 'number'), None)
+          cancel = self._asks.pop(frame.integer('number'), None)
         if cancel is not None:
           cancel()
       case 'weights':
-        self._server.want(self, wire.version(header, 'version'))
+        self._server.want(self, frame.version('version'))
       case 'ping':
-        self.send(dict(kind='pong', stats=self._server.stats()))
+        self.send('pong', stats=self._server.stats())
       case kind:
-        raise ProtocolError(f'a frame of kind {kind[:40]!r}')
+        raise Malformed(f'a frame of kind {kind[:40]}')
 
-  def _ask(self, header: dict, body: bytearray) -> None:
-    number = wire.integer(header, 'number')
-    tokens = _tokens(body, self._scheduler.layout['vocab_size'])
-    first_page = wire.integer(header, 'first_page')
-    ask = Ask(tokens, first_page, wire.version(header, 'version'))
+  def _ask(self, frame: Frame) -> None:
+    number, ids = frame.integer('number'), (0, self._scheduler.layout['vocab_size'])
+    tokens = frame.array('tokens', np.int32, (None,), ids)
+    ask = Ask(tokens, frame.integer('first_page'), frame.version('version'))
     with self._lock:
       if number in self._asks or len(self._asks) >= self._limits.asks:
-        raise ProtocolError(f'ask {number}: known already, or too many')
+        raise Malformed(f'ask {number}: known already, or too many')
       self._asks[number] = lambda: None
     try:
       send = functools.partial(self._send, number, len(tokens) - 1)
       cancel = self._scheduler.ask(ask, send)
     except ValueError as error:
-      raise ProtocolError(f'ask: {error}') from error
+      raise Malformed(f'ask: {error}') from error
     except HandoverError as error:
       self._send(number, 0, error)
       return
@@ -336,23 +335,16 @@ class _Peer:
       with self._lock:
         self._asks.pop(number, None)
     if failed:
-      self.send(dict(kind='failed', number=number, reason=str(part)[:500]))
+      self.send('failed', number=number, reason=str(part)[:500])
       return
-    header = dict(
-      kind='part',
+    pages = part.pages._asdict().items()
+    self.send(
+      'part',
+      {name: x for name, x in pages if x is not None},
       number=number,
       first_page=part.first_page,
       held=part.held,
-      versions=part.versions,
+      oldest=part.versions[0],
+      newest=part.versions[1],
       pages=part.num_pages,
     )
-    self.send(header, [x for x in part.pages if x is not None])
-
-
-def _tokens(body: bytearray, vocab_size: int) -> np.ndarray:
-  if len(body) % 4:
-    raise ProtocolError('ask: a body that is no int32')
-  tokens = np.frombuffer(bytes(body), np.int32)
-  if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-    raise ProtocolError('ask: token ids out of range')
-  return tokens

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from m2jax.rollout.disaggregation import handover, wire
+from m2jax.frames import Frame, Malformed
+from m2jax.rollout.disaggregation import connection, handover
 from m2jax.rollout.disaggregation.handover import (
   Ask,
   HandoverError,
@@ -36,7 +37,6 @@ from m2jax.rollout.disaggregation.handover import (
   Part,
   Receive,
 )
-from m2jax.rollout.disaggregation.wire import ProtocolError
 from m2jax.rollout.engine.pages import Pages
 
 
@@ -81,13 +81,13 @@ class RemotePrefills:
       version: of the decode engine's weights.
       key, run_id: those of `PrefillServer`.
     """
-    wire.check_key(key)
-    self._address = wire.Address.parse(address)
+    connection.check_key(key)
+    self._address = connection.Address.parse(address)
     self._mine, self._key, self._run_id = layout, key, run_id
     self._timeouts = timeouts or Timeouts()
     self._lock = threading.Lock()
     self._version = version
-    self._channel: wire.Channel | None = None
+    self._channel: connection.Channel | None = None
     self._asks: dict[int, tuple[Ask, Receive]] = {}
     self._numbers = itertools.count()
     self._newest: int | None = None  # version that the other side has
@@ -147,7 +147,7 @@ class RemotePrefills:
       self._version, self._cannot_load = version, False
       channel = self._channel
     if channel is not None:
-      channel.send(dict(kind='weights', version=version))
+      channel.send('weights', version=version)
 
   def ask(self, ask: Ask, receive: Receive) -> Callable[[], None]:
     """See `Prefills`."""
@@ -157,16 +157,14 @@ class RemotePrefills:
       if channel is None:
         raise HandoverError('the prefill process is not connected')
       self._asks[number] = ask, receive
-    header = dict(
-      kind='ask', number=number, first_page=ask.first_page, version=ask.version
-    )
-    channel.send(header, [np.ascontiguousarray(ask.tokens, np.int32)])
+    fields = dict(number=number, first_page=ask.first_page, version=ask.version)
+    channel.send('ask', dict(tokens=np.asarray(ask.tokens, np.int32)), **fields)
 
     def cancel():
       with self._lock:
         known = self._asks.pop(number, None)
       if known is not None:
-        channel.send(dict(kind='cancel', number=number))
+        channel.send('cancel', number=number)
 
     return cancel
 
@@ -184,7 +182,7 @@ class RemotePrefills:
     while not self._stopping.is_set():
       try:
         channel = self._connect()
-      except (OSError, HandoverError, ValueError) as error:
+      except (OSError, Malformed, ValueError) as error:
         if isinstance(error, ValueError):
           self._misfit = self._misfit or error
         self._failed(error)
@@ -197,25 +195,25 @@ class RemotePrefills:
       retry_s = min(2 * retry_s, self._timeouts.max_retry_s)
 
   def _failed(self, error: Exception) -> None:
-    self._counts['protocol_errors'] += isinstance(error, (ProtocolError, ValueError))
+    self._counts['protocol_errors'] += isinstance(error, (Malformed, ValueError))
     logging.log_every_n_seconds(
       logging.WARNING, 'no prefill process at %s: %s', 30, self._address.target, error
     )
 
-  def _connect(self) -> wire.Channel:
+  def _connect(self) -> connection.Channel:
     sock = self._address.connect(self._timeouts.frame_s)
     try:
-      hello = wire.open_client(sock, self._key, self._timeouts.frame_s)
-      theirs = hello.get('layout')
+      hello = connection.open_client(sock, self._key, self._timeouts.frame_s)
+      theirs = hello.fields.get('layout')
       if not isinstance(theirs, dict):
-        raise ProtocolError('hello: layout must be an object')
-      theirs = dict(theirs, run_id=wire.text(hello, 'run_id'))
+        raise hello.wrong('layout', 'an object')
+      theirs = dict(theirs, run_id=hello.text('run_id'))
       handover.check_layouts(theirs, dict(self._mine, run_id=self._run_id))
-      version = wire.version(hello, 'version')
+      version = hello.version('version')
     except BaseException:
       sock.close()
       raise
-    channel = wire.Channel(
+    channel = connection.Channel(
       sock,
       max_body_bytes=self._body_bytes(self._mine['part_pages']),
       max_unsent_bytes=1 << 28,
@@ -223,12 +221,12 @@ class RemotePrefills:
     )
     with self._lock:
       if version != self._version:
-        channel.send(dict(kind='weights', version=self._version))
+        channel.send('weights', version=self._version)
       self._channel, self._newest, self._cannot_load = channel, version, False
       self._counts['connections'] += 1
     return channel
 
-  def _serve(self, channel: wire.Channel) -> None:
+  def _serve(self, channel: connection.Channel) -> None:
     """Until the connection ends."""
     heard = pinged = time.monotonic()
     try:
@@ -237,14 +235,14 @@ class RemotePrefills:
         now = time.monotonic()
         if frame is not None:
           heard = now
-          self._handle(*frame)
+          self._handle(frame)
         elif now > heard + self._timeouts.silence_s:
           raise TimeoutError('the prefill process is silent')
-        if now > pinged + wire.IDLE_S:
+        if now > pinged + connection.IDLE_S:
           pinged = now
-          channel.send(dict(kind='ping'))
+          channel.send('ping')
       error = None
-    except (OSError, HandoverError) as found:
+    except (OSError, Malformed) as found:
       error = found
       self._failed(error)
     with self._lock:
@@ -255,23 +253,22 @@ class RemotePrefills:
     for _, receive in asks:
       receive(HandoverError(f'the connection has ended: {error}'))
 
-  def _handle(self, header: dict, body: bytearray) -> None:
-    match header['kind']:
+  def _handle(self, frame: Frame) -> None:
+    match frame.kind:
       case 'part':
-        self._part(header, body)
+        self._part(frame)
       case 'failed':
-        self._fail(wire.integer(header, 'number'), wire.text(header, 'reason'))
+        self._fail(frame.integer('number'), frame.text('reason'))
       case 'weights_failed':
-        self._weights_failed(header)
+        self._weights_failed(frame)
       case 'pong':
-        self._theirs = _numbers(header.get('stats'))
+        self._theirs = _numbers(frame)
         self._has(self._theirs.get('policy_version'))
       case kind:
-        raise ProtocolError(f'a frame of kind {kind[:40]!r}')
+        raise Malformed(f'a frame of kind {kind[:40]}')
 
-  def _part(self, header: dict, body: bytearray) -> None:
-    number = wire.integer(header, 'number')
-    part = self._decode(header, body)
+  def _part(self, frame: Frame) -> None:
+    number, part = frame.integer('number'), self._decode(frame)
     oldest, newest = part.versions
     self._has(newest)
     with self._lock:
@@ -279,12 +276,12 @@ class RemotePrefills:
       if ask is None:  # cancelled
         return
       if oldest < ask.version:
-        raise ProtocolError(f'part: version {oldest} for an ask of {ask.version}')
+        raise Malformed(f'part: version {oldest} for an ask of {ask.version}')
       lacks, channel = newest > self._version, self._channel
       if lacks or part.held >= len(ask.tokens) - 1:
         del self._asks[number]
     if lacks:
-      channel.send(dict(kind='cancel', number=number))
+      channel.send('cancel', number=number)
       part = NewerWeights(f'pages of version {newest}, which this engine lacks')
     receive(part)
 
@@ -303,9 +300,9 @@ class RemotePrefills:
     if receive is not None:
       receive(HandoverError(reason))
 
-  def _weights_failed(self, header: dict) -> None:
+  def _weights_failed(self, frame: Frame) -> None:
     """Nothing more is asked until it can load them, or there are other weights."""
-    version, reason = wire.version(header, 'version'), wire.text(header, 'reason')
+    version, reason = frame.version('version'), frame.text('reason')
     with self._lock:
       if version != self._version:
         return
@@ -313,54 +310,41 @@ class RemotePrefills:
       asks, channel = list(self._asks), self._channel
     logging.warning('the prefill process cannot load version %d: %s', version, reason)
     for number in asks:
-      channel.send(dict(kind='cancel', number=number))
+      channel.send('cancel', number=number)
       self._fail(number, f'it cannot load version {version}')
 
   def _body_bytes(self, pages: int) -> int:
     found = [x for x in handover.shapes(self._mine, pages) if x is not None]
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in found)
 
-  def _decode(self, header: dict, body: bytearray) -> Part:
-    """A part of a frame; raises ProtocolError."""
-    mine = self._mine
-    pages = wire.integer(header, 'pages', 1, mine['part_pages'])
-    if len(body) != self._body_bytes(pages):
-      raise ProtocolError(f'part: {len(body)} bytes of {pages} pages')
-    versions = header.get('versions')
-    if not isinstance(versions, list) or len(versions) != 2:
-      raise ProtocolError('part: versions must be two integers')
-    oldest, newest = (wire.version(dict(header, v=v), 'v') for v in versions)
-    if oldest > newest:
-      raise ProtocolError(f'part: versions {oldest} to {newest}')
-    arrays, start = [], 0
-    for entry in handover.shapes(mine, pages):
-      if entry is None:
-        arrays.append(None)
-        continue
-      shape, dtype = entry
-      count = math.prod(shape)
-      arrays.append(np.frombuffer(body, dtype, count, start).reshape(shape))
-      start += count * dtype.itemsize
-    found = Pages(*arrays)
+  def _decode(self, frame: Frame) -> Part:
+    """A part of a frame; raises Malformed."""
+    mine, number = self._mine, frame.integer('pages', 1, self._mine['part_pages'])
+    within = dict(
+      tokens=(0, mine['vocab_size']),
+      experts=(-1, mine['num_experts']),
+      depth=(0, mine['draft_tokens'] + 1),
+    )
+    shapes = handover.shapes(mine, number)._asdict()
+    found = Pages(
+      **{
+        name: x and frame.array(name, x[1], x[0], within.get(name))
+        for name, x in shapes.items()
+      }
+    )
     if not handover.finite(found):
-      raise ProtocolError('part: keys or values that are not finite')
-    _check_range('tokens', found.tokens, 0, mine['vocab_size'])
-    if found.experts is not None:
-      _check_range('experts', found.experts, -1, mine['num_experts'])
-    if found.depth is not None:
-      _check_range('depth', found.depth, 0, mine['draft_tokens'] + 1)
-    first, held = wire.integer(header, 'first_page'), wire.integer(header, 'held')
+      raise Malformed('part: keys or values that are not finite')
+    oldest, newest = frame.version('oldest'), frame.version('newest')
+    if oldest > newest:
+      raise Malformed(f'part: versions {oldest} to {newest}')
+    first, held = frame.integer('first_page'), frame.integer('held')
     return Part(first, held, (oldest, newest), found)
 
 
-def _check_range(name: str, values: np.ndarray, least: int, end: int) -> None:
-  if values.min() < least or values.max() >= end:
-    raise ProtocolError(f'part: {name} out of range')
-
-
-def _numbers(stats: Any) -> dict[str, float]:
+def _numbers(frame: Frame) -> dict[str, float]:
   """Of what another process reports, what can be reported."""
+  stats = frame.fields.get('stats')
   if not isinstance(stats, dict) or len(stats) > 100:
-    raise ProtocolError('pong: stats must be an object of at most 100 numbers')
+    raise frame.wrong('stats', 'an object of at most 100 numbers')
   ok = lambda x: type(x) in (int, float) and abs(x) < 2**63  # not NaN either
   return {key[:64]: value for key, value in stats.items() if ok(value)}

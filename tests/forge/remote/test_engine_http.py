@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2jax import frames
+from m2jax.forge.config import EngineServerConfig, RemoteConfig
 from m2jax.forge.remote import engine_client, engine_server, page_log, wire
 from m2jax.rollout.api import (
   EngineError,
@@ -32,7 +34,7 @@ from tests.rollout.conftest import CFG, ENGINE_CONFIG, RECORDING, init
 from tests.waiting import wait_until
 
 CONTEXT = ENGINE_CONFIG.context_tokens
-QUICK = engine_client.RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
+QUICK = RemoteConfig(poll_s=0.02, silence_timeout_s=5.0)
 ALIVE_S = 0.5  # well before a silence of that length
 
 
@@ -42,7 +44,7 @@ def connect():
   with contextlib.ExitStack() as stack:
 
     def start(scheduler, *, key='', their_key=None, config=ENGINE_CONFIG, **fields):
-      settings = engine_server.EngineServerConfig(**{'alive_s': ALIVE_S, **fields})
+      settings = EngineServerConfig(**{'alive_s': ALIVE_S, **fields})
       server = engine_server.EngineServer(settings, scheduler, key)
       stack.enter_context(server)
       client = engine_client.RemoteScheduler(
@@ -183,7 +185,7 @@ def test_signs_of_life(connect, scripted):
 def test_an_engine_that_restarts(scripted):
   """Requests in flight and meanwhile fail with EngineError; later ones are served."""
   engine = scripted(lambda r: range(1, 21), delay_s=0.4)
-  config = engine_server.EngineServerConfig(stop_timeout_s=1)
+  config = EngineServerConfig(stop_timeout_s=1)
   with engine_server.EngineServer(config, engine) as first:
     port = int(first.url.rpartition(':')[2])
     client = engine_client.RemoteScheduler(
@@ -278,7 +280,7 @@ def test_two_engines_as_one(connect, serve):
     router.submit(request(prompt, 2)).future.result(30)
     assert local[0].stats()['completions'] == 1
     server = engine_server.EngineServer(
-      engine_server.EngineServerConfig(port=port, alive_s=ALIVE_S), local[1]
+      EngineServerConfig(port=port, alive_s=ALIVE_S), local[1]
     )
     with server:
       wait_until(lambda: router.stats()['living_replicas'] == 2)
@@ -355,36 +357,50 @@ def test_keys(connect, scripted):
 
 def test_beyond_loopback_only_with_a_key(scripted):
   engine = scripted(lambda r: [1])
-  config = engine_server.EngineServerConfig(host='0.0.0.0')
+  config = EngineServerConfig(host='0.0.0.0')
   with pytest.raises(ValueError, match="EngineServerConfig.host='0.0.0.0'.*key"):
     engine_server.EngineServer(config, engine)
   engine_server.EngineServer(config, engine, 'secret')
 
 
-def document(header, body=b''):
-  text = header if isinstance(header, bytes) else json.dumps(header).encode()
-  return struct.pack('<I', len(text)) + text + body
+def asked(header, prompt=b''):
+  """A request of that header, or of its bytes."""
+  if not isinstance(header, bytes):
+    header = json.dumps(header).encode()
+  return struct.pack('>4sIQ', b'm2f1', len(header), len(prompt)) + header + prompt
 
 
-GOOD = {'id': 'a', 'sampling': {'max_tokens': 1}}
-ONE = np.ones(1, '<i4').tobytes()
+def good(**fields):
+  header = dict(kind='generate', id='a', sampling={'max_tokens': 1})
+  return header | dict(arrays=dict(prompt_ids=('int32', [1]))) | fields
+
+
+def token(value):
+  return np.full(1, value, np.int32).tobytes()
 
 
 MALFORMED = [
-  (b'', 'header'),
-  (b'\xff\xff\xff\xff', 'header'),
-  (document(b'{'), 'header'),
-  (document(b'[' * 60_000), 'header'),
-  (document([]), 'id and sampling'),
-  (document({**GOOD, 'id': ''}), 'id'),
-  (document({**GOOD, 'id': 'x' * 65}), 'id'),
-  (document(GOOD, b'123'), 'prompt_ids'),
-  (document(GOOD), 'prompt_ids'),
-  (document(GOOD, np.full(1, 2**30, '<i4').tobytes()), 'prompt_ids'),
-  (document(GOOD, np.full(1, -1, '<i4').tobytes()), 'prompt_ids'),
-  (document({**GOOD, 'sampling': {}}), 'max_tokens'),
+  (b'', 'no frame'),
+  (b'\xff' * 16, 'no frame'),
+  (asked(good(), token(1))[:-1], 'bytes'),
+  (asked(good(), token(1)) + b'1', 'bytes'),
+  (asked(b'{'), 'header'),
+  (asked(b'[' * 60_000), 'header'),
+  (asked([]), 'header'),
+  (asked(b' ' * (64 << 10) + b'{}'), 'allowed'),
+  (asked(good(kind='cancel'), token(1)), 'id and sampling'),
+  (asked(good(more=1), token(1)), 'id and sampling'),
+  (asked(good(id=''), token(1)), 'id'),
+  (asked(good(id='x' * 65), token(1)), 'id'),
+  (asked(good(), b'123'), 'prompt_ids'),
+  (asked(good(arrays={})), 'prompt_ids'),
+  (asked(good(arrays=dict(prompt_ids=('int64', [1]))), bytes(8)), 'prompt_ids'),
+  (asked(good(arrays=dict(prompt_ids=('int32', [0])))), 'prompt_ids'),
+  (asked(good(), token(2**30)), 'prompt_ids'),
+  (asked(good(), token(-1)), 'prompt_ids'),
+  (asked(good(sampling={}), token(1)), 'max_tokens'),
   *(
-    (document({**GOOD, 'sampling': {'max_tokens': 1, **bad}}, ONE), next(iter(bad)))
+    (asked(good(sampling={'max_tokens': 1, **bad}), token(1)), next(iter(bad)))
     for bad in (
       {'max_tokens': True},
       {'max_tokens': 0},
@@ -452,20 +468,26 @@ def test_bytes_of_strangers(data, flip):
   for body in (data, bytes(valid)):
     try:
       _, made = wire.decode_request(body)
-    except wire.Malformed:
+    except frames.Malformed:
       continue
     assert isinstance(made, GenerateRequest)
 
 
 @given(st.lists(st.binary(max_size=30), max_size=6), st.integers(1, 7))
 def test_frames_survive_any_division_into_chunks(payloads, size):
-  data = b''.join(wire.frame(wire.TOKENS, p) for p in payloads)
+  arrays = [dict(x=np.frombuffer(p, np.uint8)) for p in payloads]
+  data = b''.join(frames.pack('tokens', x) for x in arrays)
 
   async def chunks():
     for i in range(0, len(data), size):
       yield data[i : i + size]
 
   async def read():
-    return [frame async for frame in wire.frames(chunks(), 100)]
+    return [frame async for frame in frames.stream(chunks(), 30)]
 
-  assert asyncio.run(read()) == [(wire.TOKENS, p) for p in payloads]
+  assert [f.arrays['x'].tobytes() for f in asyncio.run(read())] == payloads
+  for cut in (data[:-1], data[:10]):
+    if data:
+      with pytest.raises(frames.Malformed, match='within a frame'):
+        data = cut
+        asyncio.run(read())

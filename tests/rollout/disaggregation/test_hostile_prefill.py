@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.rollout.disaggregation import handover, prefill_server, wire
+from m2jax import frames
+from m2jax.rollout.disaggregation import connection, handover, prefill_server
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 from m2jax.rollout.disaggregation.prefill_server import PrefillServer
 from m2jax.rollout.disaggregation.remote_prefill import RemotePrefills
@@ -30,8 +31,8 @@ __all__ = ['decode', 'path']  # fixtures
 
 
 def opened(server, key=None):
-  sock = wire.Address.parse(server.address).connect(5.0)
-  wire.open_client(sock, key, 5.0)
+  sock = connection.Address.parse(server.address).connect(5.0)
+  connection.open_client(sock, key, 5.0)
   return sock
 
 
@@ -48,7 +49,14 @@ def closes(sock) -> bool:
   return True
 
 
-def frame(header, body=b'', *, magic=b'm2h1', header_bytes=None, body_bytes=None):
+def frame(
+  header, body=b'', *, magic=b'm2f1', header_bytes=None, body_bytes=None, arrays=None
+):
+  """`arrays`: as the header says they are in the body; None: tokens alone."""
+  if not isinstance(header, bytes):
+    if arrays is None and body:
+      arrays = dict(tokens=('int32', [len(body) // 4]))
+    header = dict(header, arrays=arrays) if arrays else header
   head = header if isinstance(header, bytes) else json.dumps(header).encode()
   sizes = (
     len(head) if header_bytes is None else header_bytes,
@@ -61,7 +69,7 @@ ASK = dict(kind='ask', number=1, first_page=0, version=0)
 TOKENS = np.arange(9, dtype=np.int32).tobytes()
 HOSTILE = {
   'http': b'GET / HTTP/1.1\r\nHost: x\r\n\r\n',
-  'magic': frame(dict(kind='ping'), magic=b'm2h2'),
+  'magic': frame(dict(kind='ping'), magic=b'm2h1'),
   'huge header': frame(b'', header_bytes=2**31),
   'huge body': frame(ASK, body_bytes=2**63),
   'body of one token more': frame(ASK, body_bytes=4 * RECORDING.context_tokens + 4),
@@ -82,6 +90,13 @@ HOSTILE = {
   'boolean': frame({**ASK, 'number': True}, TOKENS),
   'no number': frame(dict(kind='cancel')),
   'nan': frame(b'{"kind": "weights", "version": NaN}'),
+  'no arrays': frame({**ASK, 'arrays': [1]}),
+  'array of objects': frame(ASK, TOKENS, arrays=dict(tokens=('object', [9]))),
+  'array of a petabyte': frame(ASK, TOKENS, arrays=dict(tokens=('int32', [2**48]))),
+  'negative array': frame(ASK, TOKENS, arrays=dict(tokens=('int32', [-9]))),
+  'array of another type': frame(ASK, TOKENS, arrays=dict(tokens=('float32', [9]))),
+  'array of two axes': frame(ASK, TOKENS, arrays=dict(tokens=('int32', [3, 3]))),
+  'more than its arrays': frame(ASK, TOKENS, arrays=dict(tokens=('int32', [8]))),
   'twice': frame({**ASK, 'version': 9}, TOKENS) * 2,
 }
 
@@ -134,7 +149,7 @@ def test_damaged_frames_do_no_harm(attacked, data):
 def test_bytes_before_the_key(attacked):
   """Of the opening only small frames are read, for a bounded time."""
   for junk in (b'\0' * 64, frame(dict(kind='challenge'), b'body'), b''):
-    sock = wire.Address.parse(attacked.address).connect(5.0)
+    sock = connection.Address.parse(attacked.address).connect(5.0)
     sock.sendall(junk)
     assert closes(sock)  # after the challenge
 
@@ -142,9 +157,9 @@ def test_bytes_before_the_key(attacked):
 @pytest.mark.parametrize('field', ['nonce', 'mac'])
 def test_text_that_has_no_bytes(field):
   """JSON may have a lone surrogate, which cannot be signed."""
-  header = json.loads(json.dumps({'kind': 'challenge', field: '\ud800'}))
-  with pytest.raises(wire.ProtocolError, match=field):
-    wire.ascii_text(header, field)
+  made = frames.decode(frames.pack('challenge', **{field: '\ud800'}))
+  with pytest.raises(frames.Malformed, match=field):
+    made.ascii_text(field)
 
 
 def test_slow_and_silent_connections_are_closed(attacked):
@@ -161,7 +176,7 @@ def test_connections_and_asks_are_bounded(attacked):
   with contextlib.ExitStack() as stack:
     for _ in range(4):
       sock = stack.enter_context(opened(attacked))
-    more = wire.Address.parse(attacked.address).connect(5.0)
+    more = connection.Address.parse(attacked.address).connect(5.0)
     assert closes(more)
     for number in range(9):  # of weights that never come
       sock.sendall(frame({**ASK, 'number': number, 'version': 99}, TOKENS))
@@ -173,9 +188,9 @@ def test_a_receiver_that_does_not_read_is_disconnected():
   """Its parts would fill the memory."""
   ours, theirs = socket.socketpair()
   bounds = dict(max_body_bytes=10, max_unsent_bytes=10_000_000, timeout_s=30.0)
-  channel = wire.Channel(ours, **bounds)
+  channel = connection.Channel(ours, **bounds)
   for number in range(11):
-    channel.send(dict(kind='part'), [np.zeros(1_000_000, np.uint8)])
+    channel.send('part', dict(k=np.zeros(1_000_000, np.uint8)))
     assert number > 8 or not channel.closed
   assert channel.closed
   channel.join()
@@ -183,11 +198,11 @@ def test_a_receiver_that_does_not_read_is_disconnected():
 
 
 class Impostor:
-  """A prefill process that answers every ask with `frames(number, tokens)`."""
+  """A prefill process that answers every ask with `answer(number, tokens)`."""
 
-  def __init__(self, path, frames, **hello):
-    self._socket = wire.Address.parse(path).listen(None)
-    self._frames = frames
+  def __init__(self, path, answer, **hello):
+    self._socket = connection.Address.parse(path).listen(None)
+    self._answer = answer
     self._hello = dict(layout=LAYOUT, run_id='', version=0) | hello
     threading.Thread(target=self._run, daemon=True).start()
 
@@ -197,13 +212,13 @@ class Impostor:
         sock, _ = self._socket.accept()
       except OSError:
         return
-      with contextlib.suppress(OSError, wire.ProtocolError), sock:
-        wire.open_server(sock, None, self._hello, 5.0)
+      with contextlib.suppress(OSError, frames.Malformed), sock:
+        connection.open_server(sock, None, self._hello, 5.0)
         while True:
-          header, body = wire.receive(sock, 10_000, 60.0)
-          if header['kind'] == 'ask':
-            tokens = np.frombuffer(body, np.int32)
-            sock.sendall(self._frames(header['number'], tokens))
+          found = frames.receive(sock, 10_000, 60.0)
+          if found.kind == 'ask':
+            tokens = found.arrays['tokens']
+            sock.sendall(self._answer(found.fields['number'], tokens))
 
   def close(self):
     self._socket.shutdown(socket.SHUT_RDWR)
@@ -212,7 +227,9 @@ class Impostor:
 
 def part(number, tokens, *, k=0.0, expert=0, change=None, cut=0, **header):
   """The frame of a prompt of 9 tokens: two pages."""
-  pages = [np.zeros(*x) for x in handover.shapes(LAYOUT, 2) if x is not None]
+  named = handover.shapes(LAYOUT, 2)._asdict().items()
+  arrays = {name: (x[1].name, x[0]) for name, x in named if x is not None}
+  pages = [np.zeros(shape, dtype) for dtype, shape in arrays.values()]
   pages[0][-1, -1, -1, -1, -1] = k
   pages[2].reshape(-1)[:8] = tokens[:8]
   pages[3].reshape(-1)[-1] = expert
@@ -220,8 +237,8 @@ def part(number, tokens, *, k=0.0, expert=0, change=None, cut=0, **header):
     pages[2].reshape(-1)[3] = change
   body = b''.join(x.tobytes() for x in pages)
   fields = dict(kind='part', number=number, first_page=0, held=8)
-  fields |= dict(versions=[0, 0], pages=2) | header
-  return frame(fields, body[: len(body) - cut])
+  fields |= dict(oldest=0, newest=0, pages=2) | header
+  return frame(fields, body[: len(body) - cut], arrays=arrays)
 
 
 FALSE = {
@@ -233,11 +250,11 @@ FALSE = {
   'short': dict(cut=1),
   'no pages': dict(pages=0),
   'many pages': dict(pages=4),
-  'older weights': dict(versions=[-1, 0]),
-  'weights of no version': dict(versions=[0, 2**31]),
-  'weights of an absurd version': dict(versions=[0, 2**80]),
-  'order': dict(versions=[1, 0]),
-  'one version': dict(versions=[0]),
+  'older weights': dict(oldest=-1),
+  'weights of no version': dict(newest=2**31),
+  'weights of an absurd version': dict(newest=2**80),
+  'order': dict(oldest=1),
+  'one version': dict(newest=None),
   'text': dict(held='8'),
   'float': dict(first_page=0.0),
   'negative': dict(held=-8),
@@ -263,7 +280,7 @@ def test_a_false_prefill_process_is_disconnected(
 @pytest.mark.parametrize('newest', [1, 2**31 - 1])
 def test_newer_weights_are_not_used(decode, path, variables, reference, newest):
   """Be they another engine's, or false: nothing more is asked of that process."""
-  impostor = Impostor(path, lambda n, tokens: part(n, tokens, versions=[0, newest]))
+  impostor = Impostor(path, lambda n, tokens: part(n, tokens, newest=newest))
   front = decode(path)
   for i in range(2):
     tokens = prompt(1 + i, 9)
@@ -279,12 +296,12 @@ def test_parts_of_the_wrong_tokens_or_nobody(decode, path, variables, reference)
   """These are of the right form: the batcher refuses them, or nobody waits for them."""
   kinds = iter([dict(change=60), dict(number=77), dict()])
 
-  def frames(number, tokens):
+  def answer(number, tokens):
     return part(**dict(number=number, tokens=tokens) | next(kinds)) + frame(
       dict(kind='failed', number=number, reason='x' * 10_000)
     )
 
-  impostor = Impostor(path, frames)
+  impostor = Impostor(path, answer)
   front = decode(path)
   for i in range(2):
     tokens = prompt(1 + i, 9)

@@ -13,7 +13,8 @@ import sys
 
 import pytest
 
-from m2jax.rollout.disaggregation import handover, remote_prefill, wire
+from m2jax import frames
+from m2jax.rollout.disaggregation import connection, handover, remote_prefill
 from m2jax.rollout.disaggregation.decode_engine import Disaggregated
 from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 from m2jax.rollout.disaggregation.prefill_server import Limits, PrefillServer
@@ -49,7 +50,7 @@ def serve_prefill(recording, variables, other_variables, monkeypatch):
 
   Both sides send statistics ten times as often as elsewhere.
   """
-  monkeypatch.setattr(wire, 'IDLE_S', 0.1)
+  monkeypatch.setattr(connection, 'IDLE_S', 0.1)
   with contextlib.ExitStack() as stack:
 
     def load(version):
@@ -215,7 +216,7 @@ def test_engines_that_have_other_weights_for_a_while(
   for a, b in zip(want, run(behind, *REQUESTS), strict=True):
     assert_equal(a, b)
   stats = behind.stats()
-  assert stats['handover_newer'] >= 1 and stats['prefills_alone'] == 4
+  assert stats['prefills_alone'] == 4  # refused, or not asked once that was known
   assert stats['handovers'] == stats['handover_pages'] == 0
   assert stats['prefill_engine_losses'] == stats['prefill_engine_protocol_errors'] == 0
   assert stats['prefill_engine_connections'] == 1 and stats['prefill_engine_ahead']
@@ -250,8 +251,8 @@ def test_an_engine_that_joins_with_older_weights(
 
 def hello(server) -> int:
   """The version that a server announces."""
-  with wire.Address.parse(server.address).connect(5.0) as sock:
-    return wire.open_client(sock, None, 5.0)['version']
+  with connection.Address.parse(server.address).connect(5.0) as sock:
+    return connection.open_client(sock, None, 5.0).fields['version']
 
 
 def test_weights_are_loaded_when_they_can_be(
@@ -276,9 +277,10 @@ def test_weights_are_loaded_when_they_can_be(
   with contextlib.ExitStack() as stack:
     stack.callback(server.stop)
     server.start(warmup=False)
-    stranger = stack.enter_context(wire.Address.parse(server.address).connect(5.0))
-    wire.open_client(stranger, None, 5.0)
-    wire.send(stranger, dict(kind='weights', version=2**31 - 1))
+    address = connection.Address.parse(server.address)
+    stranger = stack.enter_context(address.connect(5.0))
+    connection.open_client(stranger, None, 5.0)
+    frames.send(stranger, 'weights', version=2**31 - 1)
     wait_until(lambda: tried)
     assert hello(server) == 0
     front = decode(path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import speculative
-from m2jax.forge import lead_engine
+from m2jax.forge.processes import lead_engine
 from m2jax.rollout.api import EngineError, GenerateRequest, SamplingParams
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving.batcher import Batcher

@@ -6,6 +6,7 @@ from m2jax.gateway.dialects.base import Completing, Counting
 DIALECT = Completing(
   name='anthropic',
   path='/v1/messages',
+  schema=request.BODY.schema,
   parse=request.parse,
   body=answer.body,
   stream=answer.Stream,
@@ -16,7 +17,8 @@ DIALECT = Completing(
 COUNT = Counting(
   name='anthropic_count',
   path='/v1/messages/count_tokens',
-  parse=request.parse_count,
+  schema=request.COUNT.schema,
+  parse=lambda data: request.parse(data, request.COUNT),
   body=lambda request, ids, context_tokens, tokenizer: {'input_tokens': len(ids)},
   error=answer.error,
 )

@@ -4,20 +4,18 @@ Source: Anthropic's API reference, and the traffic of Claude Code
 (facts/clients-and-peers.md §1).
 
 Treatment of each field:
-- used: model, messages, system, max_tokens, tools, tool_choice, stop_sequences,
-  stream; temperature, top_p and top_k as in `sampling`;
+- used: those of COUNT with a type; temperature, top_p and top_k as in `sampling`;
 - rejected, because conversations are not stored here: thread;
-- rejected, because ignoring them would change the meaning: images, documents, tools
-  that Anthropic's servers execute, mcp_servers, container, a last message of the
-  assistant (prefill);
+- rejected, because ignoring them would change the meaning: `refused`, images,
+  documents, tools that Anthropic's servers execute, a last message of the assistant
+  (prefill);
 - output_config.format and output_format, tool_choice 'any' and 'tool' (`formats`):
   rejected in a training session; with both, the call has no text to be formatted;
 - accepted and counted: thinking of the type 'disabled', or with a budget (M2 always
-  thinks, as long as it likes),
-  disable_parallel_tool_use, context_management that edits the context, `is_error`,
-  redacted thinking, and fields that the real service does not have;
+  thinks, as long as it likes), disable_parallel_tool_use, context_management that edits
+  the context, `is_error`, redacted thinking, and fields that the real service lacks;
 - without effect, as the model and its prompt know nothing of the kind, and counted:
-  _NO_EFFECT, other fields of output_config and of tools; not counted: cache_control of
+  `no_effect`, other fields of output_config and of tools; not counted: cache_control of
   blocks and tools, which Claude Code sends in each request.
 
 What stands between a client and its prefix:
@@ -31,77 +29,85 @@ What stands between a client and its prefix:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from m2jax.gateway import fields, formats, protocol, sampling
+from m2jax.gateway import fields, formats, protocol, sampling, schemas
 from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import invalid, unsupported
 
 NO_THREADS = 'thread_unsupported_request'
 REMINDER = '<system-reminder>'
 _LONGEST_NAME = 128
-_UNSUPPORTED = ('mcp_servers', 'container', 'compaction')
-_NO_EFFECT = (
-  'betas', 'billing_policy', 'cache_control', 'diagnostics', 'fallback_credit_token',
-  'fallbacks', 'inference_geo', 'metadata', 'service_tier', 'speed', 'user_profile_id',
-  'workspace_id',
-)  # fmt: skip
 _TOOL = ('name', 'description', 'input_schema', 'type', 'cache_control')
-_SAMPLING = ('temperature', 'top_p', 'top_k')
-_KNOWN = frozenset(
-  (
-    'model', 'messages', 'system', 'max_tokens', 'tools', 'tool_choice',
-    'stop_sequences', 'stream', 'thinking', 'context_management', 'output_config',
-    'output_format', 'thread', *_SAMPLING, *_UNSUPPORTED, *_NO_EFFECT,
-  )
+_TOOL_SHOWN = schemas.input_(
+  'name input_schema', name=schemas.TOOL_NAME, description=schemas.TEXT,
+  input_schema=schemas.TOOL_SCHEMA,
 )  # fmt: skip
+_CHOICE = schemas.input_('type', type=schemas.constant('auto', 'none'))
+_MESSAGE = schemas.message('text', 'user', 'system')
 
 
-def parse(data: dict) -> protocol.Parsed:
+def _thread(value: Any, where: str) -> None:
+  # The client then sends its messages itself.
+  message = 'conversations are not stored here; send all messages'
+  raise invalid(message, where, NO_THREADS)
+
+
+COUNT = fields.Body(
+  model=fields.REQUIRED_TEXT,
+  messages=fields.Field(schemas.list_(_MESSAGE, 1), required=True),
+  system=fields.Field(_MESSAGE['properties']['content']),
+  max_tokens=fields.integer(1),
+  tools=fields.Field(schemas.list_(_TOOL_SHOWN)),
+  tool_choice=fields.Field(_CHOICE, fields.options, {}),
+  stop_sequences=fields.STOPS,
+  stream=fields.FLAG,
+  thinking=fields.Field(None, fields.options, {}),
+  context_management=fields.Field(None, fields.options, {}),
+  output_config=fields.nested(fields.Body(format=formats.field())),
+  output_format=formats.field(),
+  thread=fields.Field(None, _thread),
+  **{name: sampling.FIELDS[name] for name in ('temperature', 'top_p', 'top_k')},
+  refused='mcp_servers container compaction',
+  no_effect='betas billing_policy cache_control diagnostics fallback_credit_token '
+  'fallbacks inference_geo metadata service_tier speed user_profile_id workspace_id',
+)
+BODY = fields.Body(
+  COUNT, max_tokens=dataclasses.replace(COUNT['max_tokens'], required=True)
+)
+
+
+def parse(data: dict, declared: fields.Body = BODY) -> protocol.Parsed:
   """Checks a body. Raises ApiError: 400, which names the invalid field."""
-  if data.get('max_tokens') is None:
-    raise invalid('Field required', 'max_tokens')
-  return parse_count(data)
-
-
-def parse_count(data: dict) -> protocol.Parsed:
-  """Checks a body of count_tokens, which needs no max_tokens."""
-  model = fields.text(data.get('model'), 'model')
-  fields.refuse(data, _UNSUPPORTED)
-  if data.get('thread') is not None:  # the client then sends its messages itself
-    raise invalid(
-      'conversations are not stored here; send all messages', 'thread', NO_THREADS
-    )
-  config = fields.mapping(data.get('output_config') or {}, 'output_config')
-  format_ = formats.of(config.get('format'), 'output_config.format')
-  ignored: list[str] = list(fields.ignored(data, _KNOWN, _NO_EFFECT))
+  body, ignored = declared.read(data), list(declared.ignored(data))
+  config = data.get('output_config') or {}
   ignored += fields.ignored_in(config, ('format',), 'output_config')
-  _note_thinking(data, ignored)
-  tools, call = _tool_choice(data, _tools(data.get('tools'), ignored), ignored)
-  messages = _system(data.get('system'), ignored)
-  messages += _messages(data.get('messages'), ignored)
+  _note_thinking(body, ignored)
+  tools = _tools(body['tools'], ignored)
+  tools, call = _tool_choice(body['tool_choice'], tools, ignored)
+  messages = _system(body['system'], ignored) + _messages(body['messages'], ignored)
   return protocol.parsed(
     messages,
     tools,
-    model=model,
-    max_tokens=fields.positive(data, 'max_tokens'),
-    sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
-    stream=fields.flag(data, 'stream'),
-    stop=fields.stops(data.get('stop_sequences'), 'stop_sequences'),
-    format=call or format_ or formats.of(data.get('output_format'), 'output_format'),
+    model=body['model'],
+    max_tokens=body['max_tokens'],
+    sampling=sampling.read(body),
+    stream=body['stream'],
+    stop=body['stop_sequences'],
+    format=call or body['output_config']['format'] or body['output_format'],
     ignored=tuple(ignored),
   )
 
 
-def _note_thinking(data: dict, ignored: list[str]) -> None:
-  thinking = fields.mapping(data.get('thinking') or {}, 'thinking')
+def _note_thinking(body: dict, ignored: list[str]) -> None:
+  thinking = body['thinking']
   if thinking.get('type') not in (None, 'enabled', 'adaptive', 'disabled'):
     raise invalid("must be 'enabled', 'adaptive' or 'disabled'", 'thinking.type')
   if thinking.get('type') == 'disabled' or thinking.get('budget_tokens'):
     ignored.append('thinking')
   where = 'context_management'
-  management = fields.mapping(data.get(where) or {}, where)
-  edits = fields.listed(management.get('edits') or [], f'{where}.edits')
+  edits = fields.listed(body[where].get('edits') or [], f'{where}.edits')
   if any(not isinstance(edit, dict) or edit.get('keep') != 'all' for edit in edits):
     ignored.append(where)
 
@@ -246,10 +252,9 @@ def _tools(value: Any, ignored: list[str]) -> list[dict] | None:
 
 
 def _tool_choice(
-  data: dict, tools: list[dict] | None, ignored: list[str]
+  choice: dict, tools: list[dict] | None, ignored: list[str]
 ) -> tuple[list[dict] | None, formats.Format | None]:
   """The tools of the prompt, and the format of a response that must be a call."""
-  choice = fields.mapping(data.get('tool_choice') or {}, 'tool_choice')
   kind = choice.get('type', 'auto')
   if kind == 'none':
     return None, None

@@ -7,6 +7,7 @@ from m2jax.gateway.errors import ApiError
 DIALECT = Completing(
   name='openai_chat',
   path='/v1/chat/completions',
+  schema=request.BODY.schema,
   parse=request.parse,
   body=answer.body,
   stream=answer.Stream,

@@ -3,21 +3,18 @@
 Source: the traffic of real agents (facts/pipelines.md §2), and OpenAI's API reference.
 
 Treatment of each field:
-- used: model, messages, tools, max_completion_tokens (or max_tokens), stream,
-  stream_options.include_usage, logprobs and top_logprobs, n, stop, tool_choice ('none'
-  omits the tools from the prompt);
+- used: those of BODY with a type; max_completion_tokens before max_tokens; tool_choice
+  'none' omits the tools from the prompt;
 - used, and not OpenAI's: context_edit, the name of an edit that the agent made to its
   messages (`protocol.CONTEXT_EDITS`);
-- sampling (temperature, top_p, top_k, seed, frequency_penalty, presence_penalty,
-  repetition_penalty, min_p, logit_bias): overridden and counted in a training session
-  (law 4; a seed would make the samples of a group identical), and honoured in an
+- sampling: overridden and counted in a training session (law 4), and honoured in an
   evaluation session;
 - response_format, tool_choice 'required' or a named function (`formats`): rejected in a
   training session; with both, the call has no content to be formatted;
-- rejected, because ignoring them would change the meaning: functions, function_call,
-  audio, image or other non-text content, tool_choice 'allowed_tools';
+- rejected, because ignoring them would change the meaning: `refused`, image or other
+  non-text content, tool_choice 'allowed_tools';
 - without effect, as the model and its prompt know nothing of the kind, and counted:
-  _NO_EFFECT, other stream_options, and fields of a tool besides its name, description
+  `no_effect`, other stream_options, and fields of a tool besides its name, description
   and parameters;
 - ignored and counted as 'unknown': all others, because real agents send many
   additional fields.
@@ -29,26 +26,52 @@ from __future__ import annotations
 
 from typing import Any
 
-from m2jax.gateway import fields, formats, protocol, sampling
+from m2jax.gateway import fields, formats, protocol, sampling, schemas
 from m2jax.gateway import messages as messages_lib
 from m2jax.gateway.errors import invalid, unsupported
 
 ROLES = ('system', 'user', 'assistant', 'tool')
 MAX_TOP_LOGPROBS = 20  # OpenAI's
 MAX_N = 16
-_UNSUPPORTED = ('functions', 'function_call', 'audio', 'web_search_options')
-_NO_EFFECT = (
-  'metadata', 'modalities', 'moderation', 'parallel_tool_calls', 'prediction',
-  'prompt_cache_key', 'prompt_cache_options', 'prompt_cache_retention',
-  'reasoning_effort', 'safety_identifier', 'service_tier', 'store', 'user', 'verbosity',
+
+
+def _context_edit(value: Any, where: str) -> str:
+  if value not in protocol.CONTEXT_EDITS:
+    raise invalid(f'must be one of {", ".join(protocol.CONTEXT_EDITS)}', where)
+  return value
+
+
+_TOOL = schemas.input_(
+  'type function', type=schemas.constant('function'),
+  function=schemas.input_(
+    'name', name=schemas.TOOL_NAME, description=schemas.TEXT,
+    parameters=schemas.TOOL_SCHEMA,
+  ),
 )  # fmt: skip
-_KNOWN = frozenset(
-  (
-    'model', 'messages', 'tools', 'tool_choice', 'max_tokens', 'max_completion_tokens',
-    'stream', 'stream_options', 'logprobs', 'top_logprobs', 'n', 'stop',
-    'response_format', 'context_edit', *sampling.FIELDS, *_UNSUPPORTED, *_NO_EFFECT,
-  )
-)  # fmt: skip
+_MESSAGE = schemas.message('text', 'user', 'system', 'developer')
+BODY = fields.Body(
+  model=fields.REQUIRED_TEXT,
+  messages=fields.Field(schemas.list_(_MESSAGE, 1), required=True),
+  tools=fields.Field(schemas.list_(_TOOL)),
+  tool_choice=fields.Field(schemas.constant('auto', 'none')),
+  max_tokens=fields.integer(1),
+  max_completion_tokens=fields.integer(1),
+  stream=fields.FLAG,
+  stream_options=fields.nested(fields.Body(include_usage=fields.FLAG)),
+  logprobs=fields.FLAG,
+  top_logprobs=fields.integer(0, MAX_TOP_LOGPROBS),
+  n=fields.integer(1, MAX_N, '; send several requests'),
+  stop=fields.STOPS,
+  response_format=formats.field('json_schema'),
+  context_edit=fields.Field(
+    schemas.any_(schemas.constant(*protocol.CONTEXT_EDITS), schemas.NULL), _context_edit
+  ),
+  **sampling.FIELDS,
+  refused='functions function_call audio web_search_options',
+  no_effect='metadata modalities moderation parallel_tool_calls prediction '
+  'prompt_cache_key prompt_cache_options prompt_cache_retention reasoning_effort '
+  'safety_identifier service_tier store user verbosity',
+)
 
 
 def parse(data: dict, *, complete: bool = True) -> protocol.Parsed:
@@ -56,57 +79,31 @@ def parse(data: dict, *, complete: bool = True) -> protocol.Parsed:
 
   `complete`: see `chat.in_call_order`.
   """
-  model = fields.text(data.get('model'), 'model')
-  fields.refuse(data, _UNSUPPORTED)
-  stream = fields.flag(data, 'stream')
-  stream_options = fields.mapping(data.get('stream_options') or {}, 'stream_options')
-  logprobs = fields.flag(data, 'logprobs')
-  ignored = [*fields.ignored(data, _KNOWN, _NO_EFFECT)]
-  ignored += fields.ignored_in(stream_options, ('include_usage',), 'stream_options')
-  tools = _tools(data.get('tools'), ignored)
-  tools, call = _tool_choice(data.get('tool_choice'), tools)
-  format_ = formats.of(data.get('response_format'), 'response_format', 'json_schema')
-  messages, dropped = messages_lib.normalised(data.get('messages'))
+  body, ignored = BODY.read(data), list(BODY.ignored(data))
+  if body['top_logprobs'] and not body['logprobs']:
+    raise invalid('needs logprobs: true', 'top_logprobs')
+  options = data.get('stream_options') or {}
+  ignored += fields.ignored_in(options, ('include_usage',), 'stream_options')
+  tools = _tools(body['tools'], ignored)
+  tools, call = _tool_choice(body['tool_choice'], tools)
+  messages, dropped = messages_lib.normalised(body['messages'])
   return protocol.parsed(
     _messages(messages),
     tools,
     complete=complete,
-    model=model,
-    max_tokens=fields.positive(data, 'max_completion_tokens', 'max_tokens'),
-    sampling=sampling.read(data),
-    stream=stream,
-    include_usage=stream and fields.flag(stream_options, 'include_usage'),
-    logprobs=logprobs,
-    top_logprobs=_top_logprobs(data, logprobs),
-    n=_n(data),
-    format=call or format_,
-    stop=fields.stops(data.get('stop'), 'stop'),
-    context_edit=_context_edit(data.get('context_edit')),
+    model=body['model'],
+    max_tokens=body['max_completion_tokens'] or body['max_tokens'],
+    sampling=sampling.read(body),
+    stream=body['stream'],
+    include_usage=body['stream'] and body['stream_options']['include_usage'],
+    logprobs=body['logprobs'],
+    top_logprobs=body['top_logprobs'] or 0,
+    n=body['n'] or 1,
+    format=call or body['response_format'],
+    stop=body['stop'],
+    context_edit=body['context_edit'],
     ignored=(*ignored, *dropped),
   )
-
-
-def _context_edit(value: Any) -> str | None:
-  if value is not None and value not in protocol.CONTEXT_EDITS:
-    known = ', '.join(protocol.CONTEXT_EDITS)
-    raise invalid(f'must be one of {known}', 'context_edit')
-  return value
-
-
-def _n(data: dict) -> int:
-  n = fields.positive(data, 'n') or 1
-  if n > MAX_N:
-    raise invalid(f'must be at most {MAX_N}; send several requests', 'n')
-  return n
-
-
-def _top_logprobs(data: dict, logprobs: bool) -> int:
-  count = fields.integer(data, 'top_logprobs') or 0
-  if not 0 <= count <= MAX_TOP_LOGPROBS:
-    raise invalid(f'must be between 0 and {MAX_TOP_LOGPROBS}', 'top_logprobs')
-  if count and not logprobs:
-    raise invalid('needs logprobs: true', 'top_logprobs')
-  return count
 
 
 def _content(value: Any, where: str, *, keep_parts: bool) -> str | list[dict]:

@@ -6,6 +6,7 @@ from m2jax.gateway.dialects.responses import answer, request
 DIALECT = Completing(
   name='responses',
   path='/v1/responses',
+  schema=request.BODY.schema,
   parse=request.parse,
   body=answer.body,
   stream=answer.Stream,

@@ -4,19 +4,19 @@ Source: OpenAI's API reference, and the traffic of Codex
 (facts/clients-and-peers.md §1).
 
 Treatment of each field:
-- used: model, input, instructions, tools (`tools`), tool_choice, max_output_tokens,
-  stream, include 'reasoning.encrypted_content'; temperature and top_p as in `sampling`;
-- rejected, because nothing is stored here: store true, previous_response_id,
-  conversation, background, prompt, and items that refer to stored ones;
-- rejected, because ignoring them would change the meaning: images and files, items of
-  tools that the real service executes, top_logprobs, context_management;
+- used: those of BODY with a type, and include 'reasoning.encrypted_content';
+  temperature and top_p as in `sampling`;
+- rejected, because nothing is stored here: those read by `_stored`, and items that
+  refer to stored ones;
+- rejected, because ignoring them would change the meaning: `refused`, images and files,
+  items of tools that the real service executes;
 - text.format, tool_choice 'required' or a named tool (`formats`): rejected in a
   training session; with both, the call has no text to be formatted;
 - read for what it says of the request (`hints`): client_metadata;
 - accepted and counted: truncation 'auto', reasoning that another server encrypted,
   fields that the real service does not have;
 - without effect, as the model and its prompt know nothing of the kind, and counted:
-  _NO_EFFECT, other fields of text and of functions, other values of include.
+  `no_effect`, other fields of text and of functions, other values of include.
 
 Items become messages: those of one completion are one message, whatever their order,
 and even if the client put the outputs of calls between them (`Items._turn`). Developer
@@ -30,28 +30,60 @@ import binascii
 import re
 from typing import Any
 
-from m2jax.gateway import deltas, fields, formats, hints, protocol, sampling
+from m2jax.gateway import deltas, fields, formats, hints, protocol, sampling, schemas
 from m2jax.gateway.dialects.responses import tools as tools_lib
 from m2jax.gateway.errors import invalid, unsupported
 
 _ENCRYPTED = 'm2jax:'
 _REASONING = 'reasoning.encrypted_content'
-_STORED = ('previous_response_id', 'conversation', 'background', 'prompt', 'store')
-_UNSUPPORTED = ('top_logprobs', 'context_management')
-_NO_EFFECT = (
-  'access_programs', 'client_metadata', 'image', 'max_tool_calls', 'metadata',
-  'moderation', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_options',
-  'prompt_cache_retention', 'reasoning', 'safety_identifier', 'service_tier',
-  'stream_options', 'user',
+_FUNCTION = schemas.input_(
+  'type name', type=schemas.constant('function'), name=schemas.TOOL_NAME,
+  parameters=schemas.TOOL_SCHEMA,
 )  # fmt: skip
-_SAMPLING = ('temperature', 'top_p')
-_KNOWN = frozenset(
-  (
-    'model', 'input', 'instructions', 'tools', 'tool_choice', 'max_output_tokens',
-    'stream', 'include', 'text', 'truncation',
-    *_SAMPLING, *_STORED, *_UNSUPPORTED, *_NO_EFFECT,
-  )
+_CUSTOM = schemas.input_(
+  'type name', type=schemas.constant('custom'), name=schemas.TOOL_NAME,
+  description=schemas.TEXT,
 )  # fmt: skip
+_ROLES = {'user': 'user', 'system': 'system', 'developer': 'system'}
+_MESSAGE = schemas.message('input_text', *_ROLES, type=schemas.constant('message'))
+
+
+def _stored(value: Any, where: str) -> None:
+  """Refuses what the real service stores."""
+  if value:
+    previous = where == 'previous_response_id'
+    raise invalid(
+      'responses are not stored here; omit it, and send the whole conversation as '
+      'input',
+      where,
+      'previous_response_not_found' if previous else 'unsupported_parameter',
+    )
+
+
+BODY = fields.Body(
+  model=fields.REQUIRED_TEXT,
+  input=fields.Field(
+    schemas.any_(schemas.TEXT, schemas.list_(_MESSAGE, 1)), required=True
+  ),
+  instructions=fields.TEXT,
+  tools=fields.Field(schemas.list_(schemas.any_(_FUNCTION, _CUSTOM))),
+  tool_choice=fields.Field(schemas.constant('auto', 'none')),
+  max_output_tokens=fields.integer(1),
+  stream=fields.FLAG,
+  include=fields.Field(),
+  text=fields.nested(fields.Body(format=formats.field())),
+  truncation=fields.Field(),
+  store=fields.Field(schemas.FLAG | {'const': False}, _stored),
+  previous_response_id=fields.Field(None, _stored),
+  conversation=fields.Field(None, _stored),
+  background=fields.Field(None, _stored),
+  prompt=fields.Field(None, _stored),
+  **{name: sampling.FIELDS[name] for name in ('temperature', 'top_p')},
+  refused='top_logprobs context_management',
+  no_effect='access_programs client_metadata image max_tool_calls metadata moderation '
+  'parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention '
+  'reasoning safety_identifier service_tier stream_options user',
+)
 # Fields of the body that are fields of the response too, with their defaults.
 _ECHOED = {
   'instructions': None,
@@ -70,47 +102,31 @@ _ECHOED = {
 _TEXT_PARTS = ('input_text', 'output_text', 'text')
 # The ids of our items (`answer.Output`): a kind, the completion's, and a number.
 _OUR_ID = re.compile(r'(?:rs|msg|fc|ctc|call)_([0-9a-f]{32})(?:_[0-9]+)?')
-_ROLES = {'user': 'user', 'system': 'system', 'developer': 'system'}
 _CALLS = ('function_call', 'custom_tool_call')
 
 
 def parse(data: dict) -> protocol.Parsed:
   """Checks a body. Raises ApiError: 400, which names the invalid field."""
-  model = fields.text(data.get('model'), 'model')
-  for field in _STORED:
-    if data.get(field):
-      code = 'unsupported_parameter'
-      if field == 'previous_response_id':
-        code = 'previous_response_not_found'
-      raise invalid(
-        'responses are not stored here; omit it, and send the whole conversation as '
-        'input',
-        field,
-        code,
-      )
-  fields.refuse(data, _UNSUPPORTED)
-  text = fields.mapping(data.get('text') or {}, 'text')
-  ignored = list(fields.ignored(data, _KNOWN, _NO_EFFECT))
-  ignored += fields.ignored_in(text, ('format',), 'text')
-  if data.get('truncation') not in (None, 'disabled'):
+  body, ignored = BODY.read(data), list(BODY.ignored(data))
+  ignored += fields.ignored_in(data.get('text') or {}, ('format',), 'text')
+  if body['truncation'] not in (None, 'disabled'):
     ignored.append('truncation')
-  declared, names = tools_lib.parse(data.get('tools'), ignored)
-  tools, call = tools_lib.choose(data.get('tool_choice'), declared, names)
-  format_ = formats.of(text.get('format'), 'text.format')
-  messages = Items(names, ignored).messages(data)
+  declared, names = tools_lib.parse(body['tools'], ignored)
+  tools, call = tools_lib.choose(body['tool_choice'], declared, names)
+  messages = Items(names, ignored).messages(body['instructions'], body['input'])
   echo = {
     'fields': {k: v if data.get(k) is None else data[k] for k, v in _ECHOED.items()},
     'names': names,
-    'encrypted': _include(data.get('include'), ignored),
+    'encrypted': _include(body['include'], ignored),
   }
   return protocol.parsed(
     messages,
     tools,
-    model=model,
-    max_tokens=fields.positive(data, 'max_output_tokens'),
-    sampling=sampling.read({name: data.get(name) for name in _SAMPLING}),
-    stream=fields.flag(data, 'stream'),
-    format=call or format_,
+    model=body['model'],
+    max_tokens=body['max_output_tokens'],
+    sampling=sampling.read(body),
+    stream=body['stream'],
+    format=call or body['text']['format'],
     hints=hints.of_codex(data.get(hints.BODY_FIELD)),
     ignored=tuple(ignored),
     echo=echo,
@@ -151,12 +167,10 @@ class Items:
     self._source: str | None = None  # the completion of the last message, if known
     self._last = ''  # type of the assistant's last item
 
-  def messages(self, data: dict) -> list[dict]:
+  def messages(self, instructions: str | None, value: Any) -> list[dict]:
     """The messages of a body: its instructions, then its input."""
-    value = data.get('input')
-    if data.get('instructions') is not None:
-      text = fields.text(data['instructions'], 'instructions')
-      self._messages.append({'role': 'system', 'content': text})
+    if instructions is not None:
+      self._messages.append({'role': 'system', 'content': instructions})
     if isinstance(value, str):
       value = [{'role': 'user', 'content': value}]
     elif not isinstance(value, list) or not value:
