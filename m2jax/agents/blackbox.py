@@ -67,11 +67,11 @@ class BlackboxConfig(AgentConfig):
       as the virtual environment of the agent. Their `bin` is in PATH.
     port: on 127.0.0.1 in the sandbox.
     relay: limits of the traffic.
-    response_timeout_s: of a response of the gateway.
-    hints: whether the gateway is told what the command says of its requests
+    response_timeout_s: timeout of a response from the gateway.
+    hints: whether the gateway gets what the command declares about its requests
       (`gateway.hints`). Some exempt a completion from training: then whatever runs
       inside the sandbox can do so.
-    author: of demonstrations, which are made by running the command.
+    author: author of demonstrations, which are made by running the command.
   """
 
   kind: str = 'blackbox'

@@ -247,8 +247,8 @@ def evaluate(
   Args:
     runner: runs them.
     specs: specs of the tasks.
-    temperature: of the sampling.
-    deadline_s: of the whole evaluation.
+    temperature: sampling temperature.
+    deadline_s: deadline of the whole evaluation.
     on_end: called with each result.
     check: called every second while episodes run; its exceptions end the evaluation.
   """

@@ -28,7 +28,7 @@ class Config(AgentConfig):
     systems: system prompts.
     instructions: texts around `{instruction}`.
     renames: each name of a tool or argument of the task's -> what the model is shown.
-    seed: of the draw.
+    seed: seed of the draw.
   """
 
   kind: str = 'perturbed'

@@ -64,10 +64,10 @@ class Limits:
 
   Attributes:
     connections: open at once; others are closed at once.
-    header_bytes: of a request.
-    body_bytes: of a request, and of all that are unfinished together.
-    requests, total_connections, total_bytes: of the whole episode, which ends above
-      them; bytes in both directions.
+    header_bytes: limit on a request's headers.
+    body_bytes: limit on a request's body, and on all unfinished bodies together.
+    requests, total_connections, total_bytes: limits of the whole episode, which ends
+      above them; bytes in both directions.
   """
 
   connections: int = 16
@@ -123,8 +123,8 @@ class Relay:
       endpoint: the gateway and the session. Its model and its sampling replace those of
         each request.
       client: shared by relays.
-      limits: of the episode.
-      timeout_s: of a response.
+      limits: the episode's limits.
+      timeout_s: timeout of a response.
       hints: whether what the client says of a request (`gateway.hints`) is passed on.
     """
     self._passed = _PASSED | HEADERS if hints else _PASSED

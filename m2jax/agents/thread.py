@@ -105,7 +105,7 @@ class Thread:
     return await self._tokens() + response_tokens > share
 
   async def room(self, response_tokens: int) -> int:
-    """Tokens of the next completion that the budget has room for, up to a number."""
+    """Tokens of the next completion that the budget allows, up to a number."""
     if not await self.overflow(response_tokens):
       return response_tokens
     return min(response_tokens, await self._budget() - await self._tokens())

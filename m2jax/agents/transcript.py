@@ -20,7 +20,7 @@ class Exchange:
   """A request and its response, for the report: not what is trained.
 
   Attributes:
-    path: of the request.
+    path: the request's path.
     request: its body.
     response: body of a response that was not streamed; else None.
   """

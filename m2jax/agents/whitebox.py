@@ -98,7 +98,7 @@ class _Episode:
     count: counts the tokens of messages (`thread.Count`).
     body: what the bodies of all requests have in common.
     execute: runs calls of the tools in `names`.
-    tools: of the task, as the model is shown them.
+    tools: the task's tools, as the model sees them.
     names: their names, and those of their arguments -> the task's.
     independent: the task's tools whose calls of one turn run at the same time.
     turn_reward: what the turn that just ended is paid; None: turns are not paid.
@@ -337,7 +337,7 @@ class Whitebox(Agent):
       return await self._delegate(arguments, thread, episode)
     notes = arguments.get('notes', '')
     if episode.edits >= self._config.context.max_edits:
-      thread.turns += 1  # else the model could ask for ever
+      thread.turns += 1  # else the model could ask forever
       raise BadCall('no more edits of the context')
     if not isinstance(notes, str):
       raise BadCall('notes must be a string')

@@ -262,8 +262,8 @@ class RolesConfig:
     engine_server: the engine's HTTP server.
     engine_client: how the gateway uses an engine.
     router: how the gateway uses several (`rollout.routing`).
-    prefill_address: of a prefill engine that the engines use, `tcp:HOST:PORT` or
-      `unix:PATH`; '': they compute their prompts themselves.
+    prefill_address: address of a prefill engine that the engines use, `tcp:HOST:PORT`
+      or `unix:PATH`; '': they compute their prompts themselves.
     handover: how they use it.
     engine_mesh, prefill_mesh: devices of an engine's process, and of the prefill
       engine's.

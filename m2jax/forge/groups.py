@@ -39,7 +39,7 @@ _PROBES = 32  # consecutive failures beyond the capacity, by default
 
 
 class Attempts(Protocol):
-  """Runs attempts at items, and tells `Groups` of their ends, from any thread."""
+  """Runs attempts at items, and reports their ends to `Groups`, from any thread."""
 
   def start(self, item: WorkItem) -> None:
     """Starts an attempt at an item that the queue holds as pending."""
@@ -48,7 +48,7 @@ class Attempts(Protocol):
     """Ends the attempt at an item that has failed, if one runs."""
 
   def close(self) -> None:
-    """Starts and tells nothing any more."""
+    """Starts and reports nothing any more."""
 
 
 class Groups:
@@ -147,7 +147,7 @@ class Groups:
     return min(_POLL_S, pause_s) if pause_s > 0 else _POLL_S
 
   def _check(self, step: int) -> None:
-    """Raises if waiting for the items of `step` is in vain."""
+    """Raises if the items of `step` can no longer complete."""
     if self.broken is not None:
       raise self.broken
     failed, reason = self.queue.failed_in_a_row, self.queue.last_failure

@@ -204,7 +204,7 @@ class Tuned(NamedTuple):
 
   Attributes:
     variables: on the mesh.
-    step: of the last checkpoint.
+    step: step of the last checkpoint.
   """
 
   variables: Any

@@ -56,12 +56,12 @@ def run(
 
   Args:
     config: the settings.
-    workdir: of the run, on storage that the processes share.
+    workdir: the run's workdir, on storage that the processes share.
     fresh: delete the run that it holds.
     sharding: the mesh to train on; None is the config's.
     rollouts: starts what produces trajectories, or the access to it (`roles.learner`);
       with the arguments of `in_process.rollouts`.
-    commands: of process 0 to the others.
+    commands: process 0's commands to the others.
     publishes: whether `rollouts` takes weights as they are on the mesh; else as a copy
       on one device of process 0.
   """

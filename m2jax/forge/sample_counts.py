@@ -48,7 +48,7 @@ class SampleCounts:
 
     Args:
       groups: as the pool returned them.
-      credits_: of the learner.
+      credits_: the learner's credits.
       age: updates between the weights of a completion's tokens and the present ones.
     """
     for group, credit in zip(groups, credits_, strict=True):

@@ -103,7 +103,7 @@ def wait_for_tokenizer(workdir: Path) -> tokenizer.Tokenizer:
 
 
 def publisher(config: ForgeConfig, workdir: Path) -> published.Publisher:
-  """Of the run's weights; every process of the learner opens it."""
+  """The publisher of the run's weights; every process of the learner opens it."""
   return published.Publisher(
     workdir / WEIGHTS, dtype=config.model.dtype, full_every=config.roles.full_every
   )

@@ -55,8 +55,8 @@ class GatewayConfig:
       before it is read.
     max_unfinished_bytes: total of the bodies that are arriving or waiting to be read;
       429.
-    max_header_bytes: of the request line and headers, plus 32 per header (as in RFC
-      7541); 431.
+    max_header_bytes: limit on the request line and headers, plus 32 per header (as in
+      RFC 7541); 431.
     max_connections: above it, the connection that has been idle longest is closed, or
       the new one gets a 503.
     header_timeout_s, body_timeout_s: for all headers of a request, from their first
@@ -143,5 +143,5 @@ class GatewayConfig:
 
   @property
   def template(self) -> chat.Template:
-    """Of prompts and responses."""
+    """The template of prompts and responses."""
     return chat.Template(self.default_system, version=self.template_version)

@@ -49,7 +49,7 @@ class Answer:
       completions have no such order.
     stop: the stop string that ended the response, or None.
     top: if top_logprobs were requested, GenerateResult's top_ids and top_logprobs.
-    cached_tokens: of the prompt, as in GenerateResult.
+    cached_tokens: cached tokens of the prompt, as in GenerateResult.
   """
 
   request: protocol.ChatRequest

@@ -35,10 +35,10 @@ class Field:
   """A field of an object of a request.
 
   Attributes:
-    schema: of the values that the OpenAPI document promises to serve; None: it does
-      not name the field.
+    schema: schema of the values that the OpenAPI document promises to serve; None: it
+      does not name the field.
     read: a value that is not null, and its path → the checked value. Raises ApiError.
-    default: of a field that is absent or null.
+    default: value of a field that is absent or null.
     required: whether it must be there.
   """
 

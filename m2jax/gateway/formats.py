@@ -29,7 +29,8 @@ class Format:
   """A checked format.
 
   Attributes:
-    schema: of the content: an object, not yet known to be a schema; None: no content.
+    schema: schema of the content: an object, not yet known to be a schema; None: no
+      content.
     field: its place in the body.
     tools: names of the tools of which one must be called.
   """

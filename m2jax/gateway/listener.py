@@ -76,7 +76,7 @@ class Listener:
     """Prepares the server.
 
     Args:
-      name: of the thread and in messages.
+      name: name of the thread, also in messages.
       app: the ASGI application.
       bounds: a config with the fields of `GatewayConfig` that are about the socket and
         its connections.

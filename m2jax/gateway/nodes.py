@@ -12,7 +12,7 @@ _COMPLETION_BYTES = 1000
 
 
 def name_digest(name: str) -> bytes:
-  """What stands for an id that a client gives; b'' if it gives none."""
+  """What replaces an id that a client gives; b'' if it gives none."""
   return history_lib.digest(name.encode()) if name else b''
 
 
@@ -28,8 +28,8 @@ class Node:
     answer: digests of its message.
     response_tokens: length of the response.
     closed: whether the response ends with the end-of-message token.
-    records, roles: of the messages after the parent's, ending with the answer
-      (`History`).
+    records, roles: records and roles of the messages after the parent's, ending with
+      the answer (`History`).
     new_ids: token ids of prompt and response after the parent's.
     messages, tokens: length of the whole conversation.
     key: for finding the completions with the same messages and answer, whatever the

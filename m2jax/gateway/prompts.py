@@ -54,7 +54,7 @@ class Plan:
     follows: id of the completion of the last answer in its messages, or None.
     fork_reason: a key of forks.REASONS if there is no parent, else None.
     part: the part to encode.
-    history: of the request, with restored reasoning.
+    history: the request's history, with restored reasoning.
     restored: number of messages with restored reasoning that the parent did not have.
     repeated: whether the same request has been recorded before.
     compacted: whether it is the first after the client compacted its context.

@@ -41,7 +41,7 @@ class ChatRequest:
     stream, include_usage, logprobs, top_logprobs: as OpenAI defines them.
     n: number of completions.
     stop: strings that end the response when its content has one of them.
-    format: of the response, if it is not free.
+    format: the response's format, if it is not free.
     context_edit: how the agent says that it has edited the messages, one of
       CONTEXT_EDITS, or None.
     hints: what the client says of the request.

@@ -42,7 +42,7 @@ class Setup:
     context_tokens: size of the engine's context.
     memory_bytes: maximum address space in addition to that of the process before its
       first request.
-    template: of prompts.
+    template: template of prompts.
   """
 
   tokenizer: str

@@ -147,7 +147,7 @@ class Readers:
     """Returns a process's reply. Cancellation kills the process.
 
     Args:
-      timeout_s: of the command; the default is read_timeout_s.
+      timeout_s: timeout of the command; the default is read_timeout_s.
     """
     if self._threads is None:
       self._threads = concurrent.futures.ThreadPoolExecutor(

@@ -114,7 +114,7 @@ class ChatService:
     From here on the session of an unknown key is stored.
 
     Args:
-      key: of the session.
+      key: the session's key.
       on_tokens: called from the engine's thread with a choice and its new tokens.
 
     Raises:

@@ -35,7 +35,7 @@ class RemoteSessions:
   Attributes:
     secret: authorises the requests.
     max_open: sessions at once; more get a 503.
-    max_age_s: of a session, after which it is closed.
+    max_age_s: age of a session after which it is closed.
   """
 
   secret: str

@@ -58,7 +58,7 @@ class Session:
 
   Attributes:
     name: in records; not a secret.
-    digest: of its key (`Sessions.digest`).
+    digest: digest of its key (`Sessions.digest`).
     mode: 'training' (sampling fields are overridden) or 'evaluation'.
     opened: whether the key was registered; otherwise a client chose it.
     used_s: monotonic time of its last request.
@@ -224,7 +224,7 @@ class Sessions:
       unknown_mode: the mode of such a session.
       max_unknown, max_unknown_bytes: maximum number of such sessions, and their total
         size; above it, the least recently used is deleted.
-      limits: of each session.
+      limits: each session's limits.
     """
     _check_mode(unknown_mode)
     self._accept_unknown = accept_unknown
@@ -238,7 +238,7 @@ class Sessions:
     self._unknown: collections.OrderedDict[bytes, Session] = collections.OrderedDict()
 
   def digest(self, key: str) -> bytes:
-    """What stands for a key wherever one is looked up; differs in each process."""
+    """What replaces a key wherever one is looked up; differs in each process."""
     data = key.encode('utf-8', 'surrogatepass')
     return hashlib.blake2b(data, key=self._secret, digest_size=32).digest()
 
@@ -246,8 +246,8 @@ class Sessions:
     """Registers a key.
 
     Args:
-      name: of the session in records; None: the key, which then must be of no use to
-        those who read the records.
+      name: the session's name in records; None: the key, which then must be of no use
+        to those who read the records.
 
     Raises:
       ValueError: the key is not printable ASCII without spaces, or is open already.

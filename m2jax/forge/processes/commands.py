@@ -45,7 +45,7 @@ class Commands:
   def send(
     self, do: str, arrays: Mapping[str, Any] | None = None, /, **fields: Any
   ) -> None:
-    """Tells the other processes what all do next.
+    """Sends the other processes the next command.
 
     Args:
       do: a case of `follow`.

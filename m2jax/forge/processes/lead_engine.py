@@ -28,7 +28,7 @@ class LeadEngine:
   """What a scheduler calls of an `Engine`, made by all processes.
 
   Attributes:
-    cfg, config, groups: of the engine.
+    cfg, config, groups: the engine's.
     moves_pages, keeps_contexts: never; no process has whole pages or contexts.
     loads_in_any_thread: never; calls of all processes are in one order.
     waits_for_tokens: always; process 0 reads the tokens within the call.
@@ -140,7 +140,7 @@ def follow(engine: Engine, weights: Callable[[int], Any], commands: Commands) ->
   """Makes the calls of process 0 until it stops.
 
   Args:
-    engine: of the same sizes and mesh.
+    engine: an engine with the same sizes and mesh.
     weights: this process's weights of a number of process 0's `Numbers`.
     commands: from process 0.
 

@@ -55,7 +55,7 @@ class LeadReader(published.Reader):
   """Process 0's reader, which has the other processes read what it reads.
 
   Attributes:
-    numbers: of the weights that all processes have read.
+    numbers: numbers of the weights that all processes have read.
   """
 
   def __init__(self, directory: str | os.PathLike, commands: Commands):
@@ -105,7 +105,7 @@ class FollowReader:
     """Reads nothing yet.
 
     Args:
-      reader: of this process.
+      reader: this process's reader.
       commands: the channel of process 0's `LeadReader`.
       like: see `published.Reader.load`.
     """

@@ -65,8 +65,9 @@ class RemoteScheduler(Serving):
     """Makes no connection yet.
 
     Args:
-      url: of the engine's server.
-      vocab_size, engine: of the engine; requests are checked against them here.
+      url: URL of the engine's server.
+      vocab_size, engine: the engine's vocabulary and config, against which requests are
+        checked here.
       key: the shared secret.
     """
     self._url, self._config = url.rstrip('/'), config or RemoteConfig()

@@ -20,7 +20,7 @@ class Pages(NamedTuple):
   """What is new to a reader.
 
   Attributes:
-    epoch: of the log; another one after the engine has restarted.
+    epoch: the log's epoch; another one after the engine has restarted.
     next: number of the event that comes after these.
     events: oldest first; the first is 'cleared' if the reader must start again.
   """

@@ -1,6 +1,6 @@
 """The agents' role: runs work items of the pool against the gateway, under leases.
 
-Any number of processes may. Each claims items while it has room for their episodes and
+Any number of processes may. Each claims items while it can run their episodes and
 the gateway serves, shows that it is alive, and reports every group once, with all its
 trajectories. A process that loses a lease, because it was too slow or its item was
 reissued, cancels that group; what it still reports is not recorded.

@@ -148,7 +148,7 @@ class Leased:
 
     Args:
       lease_s: `RolesConfig.lease_s`.
-      max_age_s: of an episode.
+      max_age_s: largest age of an episode.
     """
     self._pool, self._sessions = pool, sessions
     self._lease_s, self._max_age_s = lease_s, max_age_s

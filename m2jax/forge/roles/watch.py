@@ -27,7 +27,7 @@ class Page:
     """Opens the run.
 
     Args:
-      workdir: of the run, whose pool exists.
+      workdir: the run's workdir, whose pool exists.
       pool_url: its pool; '' is the database in the workdir.
       key: that the page's API needs; '' is the one in WORKDIR/keys/view, which is made
         if it does not exist.

@@ -22,7 +22,7 @@ class Dialect:
   """A wire format of requests and errors.
 
   Attributes:
-    name: of the dialect.
+    name: the dialect's name.
     path: where requests are posted.
     schema: that of the model's name → that of a body, for the OpenAPI document.
     parse: a body's object → the request and its messages. Raises ApiError, which

@@ -35,9 +35,9 @@ class Rates:
   """Seconds of the decode engine's calls.
 
   Attributes:
-    prefill_s: of a call of one sequence a group, by the tokens of its chunk.
-    decode_s: of a call with all slots decoding.
-    part_s: of writing a part of `part_pages` pages.
+    prefill_s: time of a call with one sequence per group, by the tokens of its chunk.
+    decode_s: time of a call with all slots decoding.
+    part_s: time to write a part of `part_pages` pages.
   """
 
   prefill_s: dict[int, float]
@@ -47,7 +47,7 @@ class Rates:
   page_tokens: int
 
   def write_s(self, tokens: int) -> float:
-    """Of the pages of this many tokens."""
+    """Time to write the pages of this many tokens."""
     return -(-tokens // (self.part_pages * self.page_tokens)) * self.part_s
 
   def local_tokens(self) -> int:
@@ -67,7 +67,7 @@ def measure(
 
   Args:
     params: as `Engine.load_params` returns them.
-    steps: of a decode call.
+    steps: steps of a decode call.
   """
   config, g = engine.config, engine.groups
   zeros = lambda *shape: np.zeros((g * shape[0], *shape[1:]), np.int32)

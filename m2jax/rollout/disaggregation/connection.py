@@ -168,9 +168,9 @@ class Channel:
     timeout_s: float,
   ):
     """Args:
-    max_body_bytes: of a received frame.
+    max_body_bytes: limit on a received frame's body.
     max_unsent_bytes: beyond which a slow receiver is disconnected.
-    timeout_s: of a frame, sent or received.
+    timeout_s: timeout of a frame, sent or received.
     """
     self._receiving, self._sending = sock, sock.dup()
     self._max_body_bytes, self._timeout_s = max_body_bytes, timeout_s

@@ -68,7 +68,7 @@ class Ask:
   Attributes:
     tokens: [n] int32; keys and values of all but the last are wanted.
     first_page: the first one that it lacks.
-    version: of the policy; older weights must not compute any of it.
+    version: the policy's version; older weights must not compute any of it.
   """
 
   tokens: np.ndarray

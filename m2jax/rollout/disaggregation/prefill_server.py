@@ -40,7 +40,7 @@ class Limits:
   """Attributes:
   connections: at once.
   asks: unanswered, of a connection.
-  unsent_bytes: of a connection, beyond which it is closed.
+  unsent_bytes: unsent bytes of a connection beyond which it is closed.
   frame_s: for a frame, and for each step of the opening.
   silence_s: without a frame, after which a connection is closed; decode processes
     send one every second.
@@ -88,7 +88,7 @@ class PrefillServer:
       address: see `connection.Address`; port 0 is a free one.
       load: the weights of a version, called from a thread of its own.
       key: at least 16 bytes, which decode processes must know.
-      run_id: of the run whose weights these are; another run's versions are others.
+      run_id: id of the run whose weights these are; another run's versions are others.
 
     Raises:
       ValueError: other machines could connect, and there is no key.
@@ -256,7 +256,7 @@ class _Peer:
   """A decode process.
 
   Attributes:
-    version: of its weights, as it last named it; under the server's lock.
+    version: version of its weights, as it last named it; under the server's lock.
   """
 
   def __init__(self, server: PrefillServer, sock: socket.socket):

@@ -78,7 +78,7 @@ class RemotePrefills:
 
     Args:
       layout: `handover.layout` of the decode engine.
-      version: of the decode engine's weights.
+      version: version of the decode engine's weights.
       key, run_id: those of `PrefillServer`.
     """
     connection.check_key(key)
@@ -342,7 +342,7 @@ class RemotePrefills:
 
 
 def _numbers(frame: Frame) -> dict[str, float]:
-  """Of what another process reports, what can be reported."""
+  """The statistics of another process that can be reported."""
   stats = frame.fields.get('stats')
   if not isinstance(stats, dict) or len(stats) > 100:
     raise frame.wrong('stats', 'an object of at most 100 numbers')

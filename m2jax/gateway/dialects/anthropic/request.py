@@ -18,7 +18,7 @@ Treatment of each field:
   `no_effect`, other fields of output_config and of tools; not counted: cache_control of
   blocks and tools, which Claude Code sends in each request.
 
-What stands between a client and its prefix:
+What separates a client from its prefix:
 - a billing header, which Claude Code puts first into `system` and which differs in each
   request, is dropped and counted;
 - a `role: system` message stays where it is (`text.chat` renders it there);

@@ -3,7 +3,7 @@
 - A function of a namespace is the function `NAMESPACE__NAME`.
 - A custom tool takes free text: it is a function with the string argument `input`, and
   the grammar of its format is part of its description. A model may name the argument
-  otherwise: `deltas.CUSTOM` marks the function, so that the text arrives all the same.
+  otherwise: `deltas.CUSTOM` marks the function, so that the text still arrives.
 - A tool that the real service executes itself is not shown to the model, and counted.
 
 `Tools.item` gives a call back in the form in which the client declared its tool.
