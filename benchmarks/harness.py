@@ -9,6 +9,7 @@ harness.show(args, rows, table)
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import statistics
@@ -113,10 +114,10 @@ def run(
     for seed in args.seeds:
       for arm in arms:
         try:
-          one = kept.once([arm, seed, given], lambda: measure(arm, seed, args))  # noqa: B023
+          one = functools.partial(measure, arm, seed, args)
+          runs.append(kept.once([arm, seed, given], one))
         except WorkdirError as error:
           common.fail(error)
-        runs.append(one)
   show(args, runs, table)
 
 

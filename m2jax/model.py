@@ -100,7 +100,8 @@ def trunk(
     keys: what the tokens attend to: a forest, a chunk after a prefix, an engine's
       cache.
     sharding: the mesh.
-    multiplicity: counts of loads and activations; None: they are not counted.
+    multiplicity: how often each token counts in loads, and 0 where it has no
+      activations; None: neither is measured.
     replay: recorded expert ids, or None.
   """
   params = variables['params']

@@ -55,6 +55,6 @@ def test_what_a_reader_expects():
 
 
 def test_bounds_of_the_sender():
-  """It is told at once what no receiver would take."""
+  """Sending raises at once for what no receiver would take."""
   with pytest.raises(ValueError, match='a header of'):
     frames.pack('all', text='x' * frames.MAX_HEADER_BYTES)

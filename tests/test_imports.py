@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import house
+from tests import import_graph
 
 _ROOT = Path(__file__).parent.parent
 
@@ -44,14 +44,14 @@ def test_the_contract_can_fail(tmp_path):
 
 
 def test_the_drawing_is_of_the_code():
-  """docs/design.md §3 shows what `python -m tests.house` draws."""
-  page = house.PAGE.read_text()
-  assert house.written(page, house.draw()) == page
+  """docs/design.md §3 shows what `python -m tests.import_graph` draws."""
+  page = import_graph.PAGE.read_text()
+  assert import_graph.written(page, import_graph.draw()) == page
 
 
 def test_a_cycle_cannot_be_drawn(monkeypatch):
   """Else the arrows of a cycle would be missing: each implies the others."""
   found = {'m2jax.a': {'m2jax.b'}, 'm2jax.b': {'m2jax.a'}, 'm2jax.c': set()}
-  monkeypatch.setattr(house, 'imports', lambda package: found)
+  monkeypatch.setattr(import_graph, 'imports', lambda package: found)
   with pytest.raises(graphlib.CycleError, match='m2jax.a'):
-    house.draw()
+    import_graph.draw()

@@ -19,23 +19,22 @@ OLDER_KEYS = -2  # a `Forest.lag`
 
 
 def _per_token(dtype, fill: int = 0, **options):
-  return _field('token', dtype, fill, options)
+  return dataclasses.field(
+    metadata=dict(per='token', dtype=dtype, fill=fill), **options
+  )
 
 
 def _per_term(dtype, fill: int = 0, sample: str | None = '', default: float = 0):
-  """A field that `merge` takes from `Sample`.
+  """A field with a value for each loss term.
 
   Args:
     dtype, fill: the array's dtype, and the value of its padding.
-    sample: its name there; '' is the same, None: `merge` makes it.
-    default: where the sample has None.
+    sample: the name of its values in `Sample`; '' is the field's own, None: samples
+      have none, and `merge` makes them.
+    default: the value where a sample has None.
   """
-  return _field('term', dtype, fill, {}, sample=sample, default=default)
-
-
-def _field(per: str, dtype, fill: int, options, **more):
-  metadata = dict(per=per, dtype=dtype, fill=fill, **more)
-  return dataclasses.field(metadata=metadata, **options)
+  of = dict(per='term', dtype=dtype, fill=fill, sample=sample, default=default)
+  return dataclasses.field(metadata=of)
 
 
 @no_type_check  # jax also fills it with specs and placeholders

@@ -59,7 +59,7 @@ def apply(
     bias: the bias of the router's selection.
     cfg: the model.
     tables, attend: RoPE and keys of the tokens; see `attention.apply`.
-    multiplicity: counts of assignments; None: they are not counted.
+    multiplicity: how often each token's assignments count; None: they are not counted.
     replay: recorded expert ids, or None.
     sharding: the mesh.
   """

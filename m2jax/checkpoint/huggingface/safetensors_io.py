@@ -5,7 +5,7 @@ bytes; the header, JSON of {name: {dtype, shape, data_offsets [begin, end)}}; th
 
 The safetensors library (0.8) writes a file from tensors that are all in memory, which a
 checkpoint larger than the host's memory rules out. Its `safe_open(…).get_slice` reads
-rows at the same speed, but
+rows, but
 
 - its numpy framework does not read F8_E4M3;
 - it maps the file into memory: a file truncated while it is read ends the process with

@@ -1,7 +1,7 @@
 """Draws the packages of m2jax and what each imports, as docs/design.md §3 shows it.
 
-  python -m tests.house [m2jax.rollout …]
-  python -m tests.house --write   # into docs/design.md
+  python -m tests.import_graph [m2jax.rollout …]
+  python -m tests.import_graph --write   # into docs/design.md
 
 One line a package, from those that everything imports to those that nothing does. An
 import is left out if another one on the line implies it.
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import grimp
 
 PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'design.md'
-MARK = '<!-- tests.house -->\n'
+MARK = '<!-- tests.import_graph -->\n'
 ROOTS = ('m2jax', 'm2jax_pipelines', 'experiments')
 
 
