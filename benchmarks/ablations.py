@@ -249,7 +249,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
   """The results as a table: medians [min, max] over the seeds of each variant."""
   distances = [f'retrieval at {d}' for d in DISTANCES]
   names = ['variant', 'loss', *distances, 'MaxVio held out', 'MaxVio batch']
-  lines = ['| ' + ' | '.join(names) + ' |', '|' + '---|' * len(names)]
+  lines = []
 
   def cell(values, digits):
     low, middle, high = np.quantile(values, (0, 0.5, 1))
@@ -261,8 +261,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     cells = [variant, cell([r['loss'] for r in mine], 3)]
     cells += [cell([r['retrieval'][str(d)] for r in mine], 2) for d in DISTANCES]
     cells += [cell([r[name] for r in mine], 2) for name in _VIOLATIONS]
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  return harness.markdown(names, lines)
 
 
 _VIOLATIONS = ('max_violation', 'max_violation_batch')

@@ -23,6 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import harness
 
 GB = 10**9
 SHARD_BYTES = 10**8
@@ -170,6 +174,19 @@ def _child(*flags: str) -> str:
   return done.stdout
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """What was loaded and saved, and its memory, in GB of 10^9 bytes."""
+  about = 'devices', 'files', 'model', 'largest'
+  memory = 'before', 'peak', 'beyond', 'allowed'
+  lines = []
+  for r in rows:
+    sizes = [f'{r[name] / GB:.2f}' for name in ('model', 'largest', *memory)]
+    counts = r['what'], r['devices'], r['files']
+    lines.append([*counts, *sizes[:2], f'{r["seconds"]:.0f}', *sizes[2:]])
+  groups = {'Checkpoint': (*about, 's'), 'Memory, GB': memory}
+  return harness.markdown(['', *about, 's', *memory], lines, groups)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('--gigabytes', type=float, default=4.2)
@@ -196,14 +213,7 @@ def main() -> None:
   if args.json:
     print(json.dumps(rows, indent=2))
   else:
-    columns = ('model', 'largest', 'before', 'peak', 'beyond', 'allowed')
-    print('GB of 10^9 bytes')
-    print('| | devices | files | ' + ' | '.join(columns) + ' | s |')
-    print('|---' * (len(columns) + 4) + '|')
-    for r in rows:
-      sizes = ' | '.join(f'{r[c] / GB:.2f}' for c in columns)
-      about = f'{r["what"]} | {r["devices"]} | {r["files"]}'
-      print(f'| {about} | {sizes} | {r["seconds"]:.0f} |')
+    print(table(rows))
   if any(r['beyond'] > r['allowed'] for r in rows):
     sys.exit('FAILED: `beyond` is more than `allowed`')
 

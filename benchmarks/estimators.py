@@ -306,11 +306,13 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> str:
   for run in runs:
     key = run['per_batch'], run['algorithm'], run['bias']
     arms.setdefault(key, []).append(run)
-  columns = 'success, half', 'at the end', '− CISPO', 'clipped', 'KL', 'entropy'
-  lines = [
-    '| updates a batch | estimator | seeds | ' + ' | '.join(columns) + ' |',
-    '|---' * (3 + len(columns)) + '|',
-  ]
+  groups = {
+    'Success': ['seeds', 'success, half', 'at the end', '− CISPO'],
+    'Updates': ['clipped', 'KL', 'entropy'],
+  }
+  arm = ['updates a batch', 'estimator']
+  head = [*arm, *(name for names in groups.values() for name in names)]
+  lines = []
   for (per_batch, kind, bias), found in arms.items():
     if not bias:
       continue
@@ -320,13 +322,11 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> str:
     cells += ['' if kind == 'cispo' else _difference(found, base)]
     names = ('clip_fraction', 3), ('approx_kl', 4), ('entropy', 3)
     cells += [_cell([r[name] for r in found], digits) for name, digits in names]
-    lines.append('| ' + ' | '.join(map(str, cells)) + ' |')
+    lines.append(cells)
   starts = {r['seed']: r['held_out'][0] for r in runs}
-  lines += ['', f'At the start: {_cell(list(starts.values()))}.', '']
-  lines += [
-    '| updates a batch | estimator | bias | at the end | − updated | MaxVio |',
-    '|---' * 6 + '|',
-  ]
+  shown = [harness.markdown(head, lines, groups)]
+  shown.append(f'At the start: {_cell(list(starts.values()))}.')
+  lines = []
   for (per_batch, kind, bias), found in arms.items():
     if (per_batch, kind, False) not in arms:
       continue
@@ -334,8 +334,9 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> str:
     cells += [_cell([r['held_out'][-1] for r in found])]
     cells += ['' if bias else _difference(found, arms[per_batch, kind, True])]
     cells += [_cell([r['max_violation'] for r in found])]
-    lines.append('| ' + ' | '.join(map(str, cells)) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  head = [*arm, 'bias', 'at the end', '− updated', 'MaxVio']
+  return '\n\n'.join([*shown, harness.markdown(head, lines)])
 
 
 def main() -> None:

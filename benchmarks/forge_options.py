@@ -108,7 +108,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
   heads = ['options', 'SFT loss', 'updates', 'mismatch', 'σ/R', 'msigns']
   heads += ['promoted in SFT', 'in RL', 'MaxVio', 'step']
-  lines = ['| ' + ' | '.join(heads) + ' |', '|' + '---|' * len(heads)]
+  groups = {
+    'Learning': ['SFT loss', 'updates', 'mismatch', 'MaxVio', 'step'],
+    'Norms and GNMR': ['σ/R', 'msigns', 'promoted in SFT', 'in RL'],
+  }
+  lines = []
   for name in names:
     pair = [cell(name, key, '.4f') for key in ('sigma_min', 'sigma_max')]
     cells = [
@@ -120,8 +124,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells += [cell(name, key, '.2f') for key in ('promoted_sft', 'promoted_rl')]
     cells += [cell(name, 'max_violation', '.2f')]
     cells += [f'{median(name, "step_s") / median(names[0], "step_s"):.2f}']
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  return harness.markdown(heads, lines, groups)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from benchmarks import harness
 from m2jax.observe import evaluations, metrics, stats
 from m2jax.observe.evaluations import Pair
 
@@ -130,37 +131,32 @@ def _interval(pair: Pair | None) -> str:
   return f'{pair[0] / pair[1]:.3f} [{low:.3f}, {high:.3f}]'
 
 
-def _print(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-  print('| ' + ' | '.join(header) + ' |')
-  print('|---' * len(header) + '|')
-  for line in lines:
-    print('| ' + ' | '.join(line) + ' |')
-
-
 def print_runs(found: Sequence[Row]) -> None:
   """One line per stage: success on both splits, by chain length, and the cost."""
   calls = sorted({c for row in found for c in row.by_calls})
-  header = ['run', 'seed', 'dev [95 %]', 'held-out [95 %]', 'greedy']
-  header += [f'{c} calls' for c in calls] + ['updates', 'tokens', 's']
-  _print(
-    header,
-    [
-      [row.arm, str(row.seed), _interval(row.dev), _interval(row.held_out)]
-      + [_share(row.greedy)]
-      + [_share(row.by_calls.get(c)) for c in calls]
-      + [str(row.steps), f'{row.tokens:,}', f'{row.seconds:.0f}']
-      for row in found
-    ],
-  )
+  by_calls = [f'{c} calls' for c in calls]
+  groups = {
+    'Success': ['dev [95 %]', 'held-out [95 %]', 'greedy'],
+    'Held-out success by the tool calls that suffice': by_calls,
+    'Cost of the phase': ['updates', 'tokens', 's'],
+  }
+  lines = [
+    [row.arm, row.seed, _interval(row.dev), _interval(row.held_out)]
+    + [_share(row.greedy)]
+    + [_share(row.by_calls.get(c)) for c in calls]
+    + [row.steps, f'{row.tokens:,}', f'{row.seconds:.0f}']
+    for row in found
+  ]
+  head = ['run', 'seed', *(name for names in groups.values() for name in names)]
+  print(harness.markdown(head, lines, groups))
 
 
 def print_families(found: Sequence[Row]) -> None:
   """Held-out success: one line per family, one column per stage."""
   families = sorted({f for row in found for f in row.families})
   header = ['family'] + [f'{row.arm}, seed {row.seed}' for row in found]
-  _print(
-    header, [[f] + [_share(row.families.get(f)) for row in found] for f in families]
-  )
+  lines = [[f] + [_share(row.families.get(f)) for row in found] for f in families]
+  print(harness.markdown(header, lines))
 
 
 def print_means(found: Sequence[Row]) -> None:
@@ -178,13 +174,17 @@ def print_means(found: Sequence[Row]) -> None:
     ]
     longer = [row.longer[0] / row.longer[1] for row in of if row.longer]
     lines.append(
-      [arm, str(len(of)), f'{np.mean(shares):.3f}']
+      [arm, len(of), f'{np.mean(shares):.3f}']
       + [f'{min(shares):.3f} to {max(shares):.3f}']
       + [f'{np.mean(longer):.3f}' if longer else '']
       + [f'{share:.2f}' for share in by_calls]
     )
-  header = ['run', 'seeds', 'mean', 'range', 'longer than shown']
-  _print(header + [f'{c} calls' for c in calls], lines)
+  groups = {
+    'Held-out success': ['seeds', 'mean', 'range', 'longer than shown'],
+    'By the tool calls that suffice': [f'{c} calls' for c in calls],
+  }
+  head = ['run', *(name for names in groups.values() for name in names)]
+  print(harness.markdown(head, lines, groups))
 
 
 def main() -> None:

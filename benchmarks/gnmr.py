@@ -323,12 +323,12 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     'step': ('step', 2),
   }
   titles = ['scenario', 'policy', *(title for title, _ in names.values())]
-  lines = ['| ' + ' | '.join(titles) + ' |', '|' + '---|' * len(titles)]
+  lines = []
   for row in found:
     cells = [row['scenario'], row['policy']]
     cells += [cell(row[name], digits) for name, (_, digits) in names.items()]
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  return harness.markdown(titles, lines)
 
 
 def cell(values: Sequence[float], digits: int) -> str:

@@ -142,6 +142,33 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
   return f'{middle} [{low}, {high}]'
 
 
+def markdown(
+  head: Sequence[str],
+  rows: Sequence[Sequence[Any]],
+  groups: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+  """A Markdown table, or several narrow ones under their captions.
+
+  Args:
+    head: names of the columns.
+    rows: cells, shown as `str` does.
+    groups: caption → the columns of its table. A column in no group, or `None`, is in
+      every table.
+  """
+  if groups is None:
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines)
+  grouped = {name for names in groups.values() for name in names}
+  if unknown := grouped - set(head):
+    raise ValueError(f'no columns {sorted(unknown)} in {list(head)}')
+  tables = []
+  for caption, names in groups.items():
+    shown = [i for i, name in enumerate(head) if name in names or name not in grouped]
+    part = [[row[i] for i in shown] for row in rows]
+    tables.append(f'{caption}:\n\n{markdown([head[i] for i in shown], part)}')
+  return '\n\n'.join(tables)
+
+
 def main(
   own: flags.FlagValues,
   measure: Callable[[], Mapping[str, Any]],

@@ -30,7 +30,7 @@ import dataclasses
 import json
 import statistics
 
-from benchmarks import kv_routing_measure
+from benchmarks import harness, kv_routing_measure
 from benchmarks.kv_routing_cluster import Cluster, ClusterConfig, summary
 from benchmarks.kv_routing_engine import Times
 from benchmarks.kv_routing_oracle import best_response
@@ -155,7 +155,7 @@ def means(rows: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
   """Markdown; p99 with its range over the seeds."""
-  lines = ['| policy | ' + ' | '.join(_TITLES.values()) + ' |', '|---' * 8 + '|']
+  lines = []
   for row in rows:
     low, high = row['ttft_p99_s_range']
     cells = [
@@ -168,8 +168,8 @@ def table(rows: list[dict]) -> str:
       f'{row["computed_share"]:.1%}',
       '' if row['policy'] in ORACLES else f'{row["predicted"]:.1%}',
     ]
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  return harness.markdown(['policy', *_TITLES.values()], lines)
 
 
 def _arguments() -> argparse.Namespace:

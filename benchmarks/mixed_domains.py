@@ -93,16 +93,13 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
   sizes = sorted({f for r in runs for f in r['families'] if f.startswith('repair/')})
   out = []
   for columns in (DOMAINS, sizes):
-    out += [
-      '| RL on | ' + ' | '.join(columns) + ' |',
-      '|---' * (len(columns) + 1) + '|',
-    ]
+    lines = []
     for arm in dict.fromkeys(r['arm'] for r in runs):
       own = [r for r in runs if r['arm'] == arm]
       name = {SFT: 'none, after SFT', MIXED: 'all'}.get(arm, arm)
-      out.append('| ' + ' | '.join([name, *(cell(own, c) for c in columns)]) + ' |')
-    out.append('')
-  return '\n'.join(out)
+      lines.append([name, *(cell(own, c) for c in columns)])
+    out.append(harness.markdown(['RL on', *columns], lines))
+  return '\n\n'.join(out)
 
 
 def main() -> None:

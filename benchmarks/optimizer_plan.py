@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # nothing runs here
 
+from benchmarks import harness
 from configs import m2
 from experiments import plan as plan_job
 from m2jax.plan import compile as compile_lib
@@ -86,7 +87,8 @@ def table(rows: list[dict[str, Any]]) -> str:
   kinds = sorted({kind for row in rows for kind in row['sent']})
   names = ['chips', 'optimizer', 'state, GiB', 'temporaries, GiB', 'TFLOP', 'HBM, GB']
   names += [f'{kind}, GB' for kind in kinds] + ['bound, ms', 'of the step']
-  lines = ['| ' + ' | '.join(names) + ' |', '|' + '---|' * len(names)]
+  groups = {'Memory and work': names[2:6], 'Links and time': names[6:]}
+  lines = []
   for row in rows:
     share = row['seconds'] / (row['seconds'] + row['rest_s'])
     cells = [str(row['chips']), row['name']]
@@ -94,8 +96,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     cells += [f'{row["tflop"]:,.1f}', f'{row["hbm_gb"]:,.0f}']
     cells += [f'{row["sent"].get(kind, 0.0):,.1f}' for kind in kinds]
     cells += [f'{1e3 * row["seconds"]:,.0f}', f'{share:.1%}']
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  return harness.markdown(names, lines, groups)
 
 
 def main() -> None:

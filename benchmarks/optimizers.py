@@ -322,7 +322,8 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
   """Markdown of `rows`."""
   names = ['width × layers', 'optimizer', 'best rate', 'loss', "at Adam's time"]
   names += ["steps to Adam's", 'MaxVio', 'activation', 'evaluations', 'step']
-  lines = ['| ' + ' | '.join(names) + ' |', '|' + '---|' * len(names)]
+  groups = {'Loss': names[2:6], 'State and cost': names[6:]}
+  lines = []
 
   def cell(values, digits):
     if not values:
@@ -337,8 +338,8 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     cells += [cell(row['steps_to_adams'], 2), cell(row['max_violation'], 2)]
     cells += [cell(row['activation'], 1), cell(row['evaluations'], 1)]
     cells += [f'{row["step"]:.2f}']
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  return harness.markdown(names, lines, groups)
 
 
 def measure(args: argparse.Namespace) -> tuple[list[dict], dict[str, dict]]:

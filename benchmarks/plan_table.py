@@ -19,6 +19,7 @@ import subprocess
 import sys
 from concurrent import futures
 
+from benchmarks import harness
 from m2jax.plan import efficiency, estimate
 
 SLICES = ('v5p:4x8x8', 'v5p:8x8x8', 'v5p:8x8x16')
@@ -58,10 +59,10 @@ def mesh(plan: dict) -> str:
   return ' · '.join(parts)
 
 
-def row(workload: str, topology: str, plan: dict) -> str:
+def row(workload: str, topology: str, plan: dict) -> list:
   """One line of the table."""
   if not plan:
-    return f'| {workload} | {topology} | does not compile |' + ' |' * (len(HEAD) - 3)
+    return [workload, topology, 'does not compile'] + [''] * (len(HEAD) - 3)
   worst = max(
     (p for p in plan['programs'] if p['runs']), key=lambda p: total(p['memory'])
   )
@@ -73,7 +74,7 @@ def row(workload: str, topology: str, plan: dict) -> str:
   bound, seconds, estimated = plan['bound'], plan['seconds'], plan['estimate_s']
   per_chip = plan['tokens'] / plan['devices']
   left = (plan['hbm_bytes'] - plan['memory_bytes']) / GIB
-  cells = (
+  return [
     workload if plan['job'] else f'{workload} (no job yet)',
     plan['devices'],
     mesh(plan),
@@ -92,35 +93,34 @@ def row(workload: str, topology: str, plan: dict) -> str:
     f'{estimated * 1e3:,.0f}',
     f'**{plan["estimated_share"]:.1%}**',
     f'{per_chip / estimated:,.0f}',
-  )
-  return '| ' + ' | '.join(map(str, cells)) + ' |'
+  ]
 
 
-def chunks(plan: dict) -> list[str]:
+def chunks(plan: dict) -> list[list]:
   """Lines about the programs that are not part of every step."""
   lines = []
   for p in plan['programs']:
     if not p['runs']:
       size = total(p['memory'])
       fits = '' if size <= plan['hbm_bytes'] else ' **too much**'
+      name = f'{plan["workload"]}: {p["name"]}'
+      times = [f'{p[key] * 1e3:,.0f}' for key in ('seconds', 'estimate_s')]
       lines.append(
-        f'| {plan["workload"]}: {p["name"]} | {plan["devices"]} | {mesh(plan)} | '
-        f'{size / GIB:.1f}{fits} | {p["seconds"] * 1e3:,.0f} | '
-        f'{p["estimate_s"] * 1e3:,.0f} |'
+        [name, plan['devices'], mesh(plan), f'{size / GIB:.1f}{fits}', *times]
       )
   return lines
 
 
-def sensitivity(workload: str, plan: dict) -> list[str]:
+def sensitivity(workload: str, plan: dict) -> list[list]:
   """Lines about the balance of experts, where one chip can wait for another's."""
   if not plan['splits_experts']:
     return []
   cells = [f'{plan["estimate_s"] * 1e3:,.0f}']
   cells += [f'{seconds * 1e3:,.0f}' for seconds in plan['imbalance_s'].values()]
-  return [f'| {workload} | {plan["devices"]} | ' + ' | '.join(cells) + ' |']
+  return [[workload, plan['devices'], *cells]]
 
 
-def improvements(workload: str, plan: dict) -> str:
+def improvements(workload: str, plan: dict) -> list:
   """A line: the estimated share of peak, and with one improvement after the other."""
   share = efficiency.CALIBRATED
   dense = dataclasses.replace(share, experts=share.matmul)
@@ -129,14 +129,15 @@ def improvements(workload: str, plan: dict) -> str:
     seconds = sum(p['runs'] * _seconds(p, share, **changes) for p in plan['programs'])
     return f'{plan["useful_flops"] / (seconds * plan["peak_flops"]):.1%}'
 
-  cells = (
+  return [
+    workload,
+    plan['devices'],
     of_peak(share),
     of_peak(dense),
     of_peak(dense, rest=False),
     of_peak(dense, rest=False, recompute=False),
     of_peak(dense, rest=False, recompute=False, exposed=False),
-  )
-  return f'| {workload} | {plan["devices"]} | ' + ' | '.join(cells) + ' |'
+  ]
 
 
 def _seconds(program: dict, share, *, rest=True, recompute=True, exposed=True) -> float:
@@ -162,29 +163,23 @@ def total(memory: dict) -> int:
   return sum(memory.values()) - memory['padding']
 
 
-def stages(plan: dict) -> list[str]:
+def stages(plan: dict) -> str:
   """Stages and collectives of a plan's longest program."""
   longest = max(plan['programs'], key=lambda p: p['runs'] * p['seconds'])
-  lines = [
-    '',
-    '| stage | TFLOP | GB of HBM | ms bound by compute | by HBM |',
-    '|---|---|---|---|---|',
+  kept = [
+    s for s in longest['stages'] if s['compute_bound_s'] + s['hbm_bound_s'] >= 5e-5
   ]
-  for s in longest['stages']:
-    if s['compute_bound_s'] + s['hbm_bound_s'] < 5e-5:
-      continue
-    lines.append(
-      f'| {s["name"]} | {s["flops"] / 1e12:.1f} | {s["hbm_bytes"] / 1e9:.1f} | '
-      f'{s["compute_bound_s"] * 1e3:.1f} | {s["hbm_bound_s"] * 1e3:.1f} |'
-    )
-  lines += ['', '| collective | group | count | GB | hidden ms | exposed ms |']
-  lines += ['|---|---|---|---|---|---|']
-  for c in longest['collectives']:
-    lines.append(
-      f'| {c["kind"]} | {c["group"]} | {c["count"]} | {c["bytes"] / 1e9:.2f} | '
-      f'{c["hidden_s"] * 1e3:.1f} | {c["exposed_s"] * 1e3:.1f} |'
-    )
-  return lines
+  computed = [
+    (s['name'], f'{s["flops"] / 1e12:.1f}', f'{s["hbm_bytes"] / 1e9:.1f}')
+    + tuple(f'{s[key] * 1e3:.1f}' for key in ('compute_bound_s', 'hbm_bound_s'))
+    for s in kept
+  ]
+  sent = [
+    (c['kind'], c['group'], c['count'], f'{c["bytes"] / 1e9:.2f}')
+    + tuple(f'{c[key] * 1e3:.1f}' for key in ('hidden_s', 'exposed_s'))
+    for c in longest['collectives']
+  ]
+  return f'{harness.markdown(STAGES, computed)}\n\n{harness.markdown(LINKS, sent)}'
 
 
 HEAD = (
@@ -194,16 +189,18 @@ HEAD = (
 )  # fmt: skip
 CHUNKS = ('program', 'chips', 'mesh', 'GiB', 'bound, ms', 'estimate, ms')
 BALANCE = ('workload', 'chips', 'balanced, ms', 'load 1.25', 'load 1.5')
-
-
-def table(head, lines: list[str]) -> None:
-  """Prints a table, unless it is empty."""
-  if lines:
-    print('\n| ' + ' | '.join(head) + ' |')
-    print('|---' * len(head) + '|')
-    print('\n'.join(lines))
-
-
+STAGES = ('stage', 'TFLOP', 'GB of HBM', 'ms bound by compute', 'by HBM')
+LINKS = ('collective', 'group', 'count', 'GB', 'hidden ms', 'exposed ms')
+GROUPS = {
+  'Memory of a chip, GiB': (
+    'mesh', 'state', 'activations', 'temporaries', 'all, of 95 GiB', 'left',
+  ),
+  'Work of a step, and the least time that it can take': (
+    'passes', 'TFLOP', 'sent GB', 'bound: compute + HBM + links, ms', 'bound, ms',
+    'of peak, at most',
+  ),
+  'Estimated time': ('estimate, ms', 'of peak', 'tokens/s a chip'),
+}  # fmt: skip
 IMPROVED = (
   'workload', 'chips', 'estimate', 'experts as fast as dense matmuls',
   'and no copies of weights', 'and attention not recomputed',
@@ -248,16 +245,20 @@ def main() -> None:
     print(json.dumps([plan for plan in found.values() if plan], indent=2))
     return
   made = {key: plan for key, plan in found.items() if plan}
-  table(HEAD, [row(*key, plan) for key, plan in found.items()])
-  table(CHUNKS, [line for plan in made.values() for line in chunks(plan)])
+  lines = [row(*key, plan) for key, plan in found.items()]
+  print(harness.markdown(HEAD, lines, GROUPS))
   trained = {key: plan for key, plan in made.items() if plan['optimizer_bytes']}
-  table(IMPROVED, [improvements(w, plan) for (w, _), plan in trained.items()])
-  table(BALANCE, [line for (w, _), p in made.items() for line in sensitivity(w, p)])
+  for head, lines in (
+    (CHUNKS, [line for plan in made.values() for line in chunks(plan)]),
+    (IMPROVED, [improvements(w, plan) for (w, _), plan in trained.items()]),
+    (BALANCE, [line for (w, _), p in made.items() for line in sensitivity(w, p)]),
+  ):
+    if lines:
+      print(f'\n{harness.markdown(head, lines)}')
   if args.stages:
     for (workload, topology), plan in found.items():
       if plan:
-        print(f'\n{workload}, {topology}:')
-        print('\n'.join(stages(plan)))
+        print(f'\n{workload}, {topology}:\n\n{stages(plan)}')
 
 
 if __name__ == '__main__':

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from benchmarks import prefix_tree_rows
+from benchmarks import harness, prefix_tree_rows
 from benchmarks import prefix_tree_workloads as workloads
 from benchmarks.prefix_tree_rows import Kind
 from m2jax import forest, startup
@@ -264,18 +264,30 @@ COLUMNS = {
   'd_grad': ('max rel Δgrad', '{:.1e}'),
   'programs': ('compilations', '{}'),
 }
+GROUPS = {
+  'What is computed': (
+    'input tokens', 'forest tokens', 'compression', 'pairs ratio', 'batches run',
+    'compilations',
+  ),
+  'How fast, and in how much memory': (
+    'step s', 'speed-up', 'ideal', '÷ ideal', 'GFLOP/s', 'peak MB',
+  ),
+  'Differences from (a)': ('max Δloss', 'max rel Δgrad'),
+}  # fmt: skip
 
 
 def show(rows: list[dict]) -> None:
-  print('| ' + ' | '.join(title for title, _ in COLUMNS.values()) + ' |')
-  print('|---' * len(COLUMNS) + '|')
+  lines = []
   for row in rows:
     values = dict(row, memory_bytes=row['memory_bytes'] / 1e6)
-    cells = (
-      '' if values[name] is None else form.format(values[name])
-      for name, (_, form) in COLUMNS.items()
+    lines.append(
+      [
+        '' if values[name] is None else form.format(values[name])
+        for name, (_, form) in COLUMNS.items()
+      ]
     )
-    print('| ' + ' | '.join(cells) + ' |', flush=True)
+  head = [title for title, _ in COLUMNS.values()]
+  print(harness.markdown(head, lines, GROUPS), flush=True)
 
 
 def merge_speed(rounds: int, clock):

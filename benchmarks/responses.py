@@ -115,7 +115,7 @@ def measure(arm: str, seed: int, args) -> dict[str, Any]:
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
   heads = ('queries × responses', 'solved', 'chats', 'SFT steps', 'trained', 'longer')
-  lines = ['| ' + ' | '.join(heads) + ' |', '|---' * len(heads) + '|']
+  lines = []
   for arm in dict.fromkeys(r['arm'] for r in runs):
     own = [r for r in runs if r['arm'] == arm]
     cells = ['none, before' if arm == BASE else ' × '.join(map(str, attempts_of(arm)))]
@@ -125,8 +125,8 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     for name in ('trained', 'longer'):
       pairs = [r['success'][name] for r in own]
       cells.append(harness.spread([100 * good / n for good, n in pairs]))
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append(cells)
+  return harness.markdown(heads, lines)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 import jax
 from absl import app, flags
 
-from benchmarks import rollout_worker, rollout_workload
+from benchmarks import harness, rollout_worker, rollout_workload
 from m2jax import startup
 
 _REQUESTS = flags.DEFINE_integer('requests', 64, 'of a batch', lower_bound=1)
@@ -162,7 +162,7 @@ def profile(server: rollout_worker.Server, run: Callable[[], dict]) -> dict[str,
 
 def table(found: dict[str, dict[str, float]]) -> str:
   """Shares of each workload's time, and of decode calls, in percent."""
-  lines = ['| part | ' + ' | '.join(found) + ' |', '|---' * (1 + len(found)) + '|']
+  lines = []
   for name in next(iter(found.values())):
     if name == 'seconds':
       cells = [f'{parts[name]:.2f} s' for parts in found.values()]
@@ -171,8 +171,8 @@ def table(found: dict[str, dict[str, float]]) -> str:
     else:
       cells = [f'{parts[name] / parts["seconds"]:.1%}' for parts in found.values()]
     title = name.replace('of decode', 'in decode calls')
-    lines.append('| ' + ' | '.join([title, *cells]) + ' |')
-  return '\n'.join(lines)
+    lines.append([title, *cells])
+  return harness.markdown(['part', *found], lines)
 
 
 def main(argv):

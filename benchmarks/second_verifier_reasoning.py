@@ -14,6 +14,7 @@ import collections
 import json
 import sys
 
+from benchmarks import harness
 from m2jax_pipelines import recheck
 from m2jax_pipelines.tasks.reasoning import problems
 
@@ -48,10 +49,8 @@ def main(argv=None) -> int:
   if options.json:
     print(json.dumps({name: dict(row) for name, row in rows.items()}))
   else:
-    print('| generator | ' + ' | '.join(COLUMNS) + ' |')
-    print('|---' * (1 + len(COLUMNS)) + '|')
-    for name, row in rows.items():
-      print(f'| {name} | ' + ' | '.join(str(row[c]) for c in COLUMNS) + ' |')
+    lines = [[name, *(row[c] for c in COLUMNS)] for name, row in rows.items()]
+    print(harness.markdown(['generator', *COLUMNS], lines))
   return int(any(row['disagree'] for row in rows.values()))
 
 

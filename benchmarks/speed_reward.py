@@ -113,14 +113,11 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     low, middle, high = (f'{f(values):.{digits}f}' for f in (min, np.median, max))
     return middle if low == high else f'{middle} [{low}, {high}]'
 
-  lines = [
-    '| | seeds | ' + ' | '.join(title for _, title, _ in COLUMNS) + ' |',
-    '|---' * (2 + len(COLUMNS)) + '|',
-  ]
+  lines = []
   for side, found in sides.items():
     cells = [cell([m[name] for m in found], digits) for name, _, digits in COLUMNS]
-    lines.append('| ' + ' | '.join([side, str(len(found)), *cells]) + ' |')
-  return '\n'.join(lines)
+    lines.append([side, len(found), *cells])
+  return harness.markdown(['', 'seeds', *(title for _, title, _ in COLUMNS)], lines)
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def measure(side: str, seed: int, args) -> dict[str, Any]:
 def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
   parts = {'all': 'all'} | {f'hops_{n}': f'{n} calls' for n in range(2, hops + 1, 2)}
   heads = ('thinking', 'evaluated', *parts.values())
-  lines = ['| ' + ' | '.join(heads) + ' |', '|---' * len(heads) + '|']
+  lines = []
 
   def cell(side: str, stage: str, part: str) -> str:
     pairs = [r['success'][stage].get(part, (0, 0)) for r in runs if r['side'] == side]
@@ -131,8 +131,8 @@ def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
     for stage in (run.AFTER_SFT, run.AFTER_RL, 'the other way'):
       shown = f'{run.AFTER_RL}, the other way' if stage == 'the other way' else stage
       cells = [cell(side, stage, part) for part in parts]
-      lines.append('| ' + ' | '.join([side, shown, *cells]) + ' |')
-  return '\n'.join(lines)
+      lines.append([side, shown, *cells])
+  return harness.markdown(heads, lines)
 
 
 def main() -> None:

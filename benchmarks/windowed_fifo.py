@@ -51,6 +51,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from m2jax.pool.windowed_fifo import WindowedFifo, default_window
 
 LOG_NORMAL, NARROW, BIMODAL = 'log-normal', 'narrow log-normal', 'bimodal'
@@ -296,28 +297,37 @@ def cell(row: Mapping[str, Any], key: str, digits: int = 2, scale: float = 1) ->
   return middle if low == high else f'{middle} [{low}, {high}]'
 
 
+HEAD = (
+  'policy', 'idle %', 'updates', 'age', 'largest', 'items (bound)', 'dropped %',
+  'length: first fifth, then', 'hard: first fifth, then', 'spread',
+)  # fmt: skip
+GROUPS = {
+  'Throughput and age': ('idle %', 'updates', 'age', 'largest', 'items (bound)'),
+  'Waste and bias': (
+    'dropped %', 'length: first fifth, then', 'hard: first fifth, then', 'spread',
+  ),
+}  # fmt: skip
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-  lines = [
-    '| policy | idle % | updates | age | largest | items (bound) | dropped % '
-    '| length: first fifth, then | hard: first fifth, then | spread |',
-    '|---|---|---|---|---|---|---|---|---|---|',
-  ]
+  lines = []
   for row in rows:
     bound = '' if row['bound_items'] is None else f' ({row["bound_items"]})'
-    columns = [
-      row['policy'],
-      cell(row, 'idle', 1, 100),
-      cell(row, 'updates'),
-      cell(row, 'age_mean', 1),
-      cell(row, 'age_max', 0),
-      cell(row, 'items_max', 0) + bound,
-      f'{cell(row, "dropped", 1, 100)}, {cell(row, "wasted", 1, 100)}',
-      f'{cell(row, "length_early")}, {cell(row, "length_late")}',
-      f'{cell(row, "hard_early")}, {cell(row, "hard_late")}',
-      cell(row, 'spread'),
-    ]
-    lines.append('| ' + ' | '.join(columns) + ' |')
-  return '\n'.join(lines)
+    lines.append(
+      [
+        row['policy'],
+        cell(row, 'idle', 1, 100),
+        cell(row, 'updates'),
+        cell(row, 'age_mean', 1),
+        cell(row, 'age_max', 0),
+        cell(row, 'items_max', 0) + bound,
+        f'{cell(row, "dropped", 1, 100)}, {cell(row, "wasted", 1, 100)}',
+        f'{cell(row, "length_early")}, {cell(row, "length_late")}',
+        f'{cell(row, "hard_early")}, {cell(row, "hard_late")}',
+        cell(row, 'spread'),
+      ]
+    )
+  return harness.markdown(HEAD, lines, GROUPS)
 
 
 def main() -> None:

@@ -297,18 +297,17 @@ def table(runs: Sequence[Mapping[str, Any]], limit: float) -> str:
     low, middle, high = (f'{f(values):.{digits}f}' for f in (min, np.median, max))
     return middle if low == high else f'{middle} [{low}, {high}]'
 
-  lines = [
-    '| policy | updates | idle % | age | largest | at | all | easy | hard |',
-    '|---|---|---|---|---|---|---|---|---|',
-  ]
+  speed, reward = [], []
   for policy, found in by_policy.items():
-    head = [
-      policy,
-      cell([r['updates'] for r in found], 0),
-      cell([100 * r['idle'] for r in found], 1),
-      cell([r['age_mean'] for r in found], 1),
-      cell([r['age_max'] for r in found], 0),
-    ]
+    speed.append(
+      [
+        policy,
+        cell([r['updates'] for r in found], 0),
+        cell([100 * r['idle'] for r in found], 1),
+        cell([r['age_mean'] for r in found], 1),
+        cell([r['age_max'] for r in found], 0),
+      ]
+    )
     for name, key, where in (
       ('half the time', 1, lambda run: limit / 2),
       ('the end', 1, lambda run: limit),
@@ -316,9 +315,15 @@ def table(runs: Sequence[Mapping[str, Any]], limit: float) -> str:
     ):
       measured = [rewards_at(run, key, where(run)) for run in found]
       columns = [cell([m[part] for m in measured]) for part in PARTS]
-      lines.append('| ' + ' | '.join([*head, name, *columns]) + ' |')
-      head = [''] * len(head)
-  return '\n'.join(lines)
+      reward.append([policy, name, *columns])
+  return '\n\n'.join(
+    [
+      'Throughput and age:',
+      harness.markdown(['policy', 'updates', 'idle %', 'age', 'largest'], speed),
+      'Reward:',
+      harness.markdown(['policy', 'at', *PARTS], reward),
+    ]
+  )
 
 
 def main() -> None:

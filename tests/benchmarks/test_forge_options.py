@@ -43,8 +43,10 @@ def test_table():
     [record(4, 0.1, **{'sphere/evaluations': 3.0, 'mismatch/mean': 2e-5})],
   )
   rows = [{'name': 'plain', 'seed': 0, **plain}, {'name': 'SSO', 'seed': 0, **with_sso}]
-  *_, first, second = forge_options.table(rows).splitlines()
-  assert first == '| plain | 5.000 → 3.000 | 1 |  |  |  |  |  | 0.50 | 1.00 |'
-  assert second == (
-    '| SSO | 5.000 → 3.000 | 4 | 2.0e-05 | 0.9900 … 1.0100 | 3.0 |  |  | 0.50 | 2.00 |'
-  )
+  lines = forge_options.table(rows).splitlines()
+  assert '| plain | 5.000 → 3.000 | 1 |  | 0.50 | 1.00 |' in lines
+  assert '| SSO | 5.000 → 3.000 | 4 | 2.0e-05 | 0.50 | 2.00 |' in lines
+  assert lines[-2:] == [
+    '| plain |  |  |  |  |',
+    '| SSO | 0.9900 … 1.0100 | 3.0 |  |  |',
+  ]

@@ -71,7 +71,8 @@ def test_command_line(workdir):
     return processes.run('benchmarks.forge_table', *args)
 
   table = call(workdir).stdout.splitlines()
-  assert len(table) == 4 and '0.750 [' in table[3] and '| 100 | 6 |' in table[3]
+  rows = [line for line in table if line.startswith('| RL | 0 |')]
+  assert len(rows) == 3 and '0.750 [' in rows[0] and '| 100 | 6 |' in rows[2]
   assert json.loads(call('--json', workdir).stdout)[1]['held_out'] == [30, 40]
   assert '| dead_end | 0.40 | 0.40 |' in call('--families', workdir).stdout
   other = write_run(workdir.parent / 'other', seed=1, good=20)

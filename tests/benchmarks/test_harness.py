@@ -97,3 +97,17 @@ def test_a_run_that_is_in_use_is_one_line(tmp_path, capsys):
     harness.run(args, ('a',), measure, str)
   assert ended.value.code == 2 and not list(tmp_path.iterdir())
   assert capsys.readouterr().err == 'error: in use by process 7: wait\n'
+
+
+def test_wide_tables_are_cut():
+  """Columns of no group are in every table; a name that is no column is an error."""
+  head, rows = ('name', 'x', 'y'), [('a', 1, 2), ('b', 3, 4)]
+  assert harness.markdown(head[:2], [row[:2] for row in rows]) == (
+    '| name | x |\n| --- | --- |\n| a | 1 |\n| b | 3 |'
+  )
+  assert harness.markdown(head, rows, {'First': ['x'], 'Second': ['y']}) == (
+    'First:\n\n| name | x |\n| --- | --- |\n| a | 1 |\n| b | 3 |\n\n'
+    'Second:\n\n| name | y |\n| --- | --- |\n| a | 2 |\n| b | 4 |'
+  )
+  with pytest.raises(ValueError, match="no columns \\['z'\\]"):
+    harness.markdown(head, rows, {'First': ['z']})

@@ -82,8 +82,9 @@ def test_table_of_rl():
     'hard': 0.25,
   }
   lines = windowed_fifo_rl.table(runs, 10.0).splitlines()
-  assert lines[2].startswith('| strict | 10 | 50.0 | 1.0 | 2 | half the time | 0.75 |')
-  assert lines[7].endswith('| equal updates | 0.75 | 1.00 | 0.50 |')
+  assert '| strict | 10 | 50.0 | 1.0 | 2 |' in lines
+  assert '| strict | half the time | 0.75 | 1.00 | 0.50 |' in lines
+  assert lines[-1] == '| greedy | equal updates | 0.75 | 1.00 | 0.50 |'
 
 
 @pytest.mark.long
