@@ -60,12 +60,12 @@ def test_step_compiles(name):
   state = plan['parameters_bytes'] + plan['optimizer_bytes']
   assert apply['memory']['arguments'] >= state
   sent = {c['kind']: c for c in micro['collectives'] if c['group'] == 8}
-  # there and back; forward, again for the backward pass, and backward
-  assert sent['ragged-all-to-all']['count'] in (5, 6)
+  # Forward rows and results; backward rows and cotangents there, cotangents back, and
+  # one weight of each row both ways, which take little.
+  assert sent['ragged-all-to-all']['count'] == 7
   cfg, tokens = config.m2(), tpu_worker.CONTEXT
   once = 2 * tokens * cfg.experts_per_token * cfg.embed_dim
-  count = sent['ragged-all-to-all']['count']
-  assert sent['ragged-all-to-all']['bytes'] == pytest.approx(count * once, rel=0.01)
+  assert sent['ragged-all-to-all']['bytes'] == pytest.approx(5 * once, rel=0.03)
   kinds = {c['kind'] for c in micro['collectives']}
   assert {'all-gather', 'ragged-all-to-all'} <= kinds
 
