@@ -10,7 +10,7 @@ the matrix unit (fp32 at the highest precision is six in bfloat16), HBM, bytes s
 each kind of collective, and the time with every instruction at its roof. `of the step`
 is that time over itself plus the formula of `plan.search` for the rest of the step.
 
-The compiler knows no bound of the loop in SSO's solver and counts its body once. The
+The compiler cannot bound the loop in SSO's solver and counts its body once. The
 compiled muon_sphere therefore has one evaluation of msign, the compiled sso two, and
 `sso` with E evaluations is muon_sphere plus E − 1 times their difference. Chips that
 exchange matrices wait for the slowest, so E is the largest number in a step, not the
