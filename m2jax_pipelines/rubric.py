@@ -61,7 +61,7 @@ class Item:
 @dataclasses.dataclass(frozen=True)
 class Judgement:
   """Attributes:
-  score: in [0, 1].
+  score: the score, in [0, 1].
   holds: item → decision.
   evidence: the quotation of each item that a model decided.
   by: 'scripted', or the model's name.

@@ -59,8 +59,8 @@ class GatewayConfig:
       RFC 7541); 431.
     max_connections: above it, the connection that has been idle longest is closed, or
       the new one gets a 503.
-    header_timeout_s, body_timeout_s: for all headers of a request, from their first
-      byte or the start of the connection, and for its whole body; 408.
+    header_timeout_s, body_timeout_s: time for all headers of a request, from their
+      first byte or the start of the connection, and for its whole body; 408.
     write_timeout_s: how long a client may leave more of a response unread than fits the
       connection's buffers, before the connection is closed.
     inline_bytes: larger bodies are read in a separate process (`readers`).

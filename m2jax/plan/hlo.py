@@ -69,7 +69,7 @@ class Instruction:
   """One line.
 
   Attributes:
-    name, opcode: without the percent sign.
+    name, opcode: text without the percent sign.
     arrays: the result's arrays; a tuple's in order.
     operands: names.
     attributes: the rest of the line.

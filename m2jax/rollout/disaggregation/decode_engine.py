@@ -296,7 +296,7 @@ class Disaggregated(Scheduler):
     Args:
       engine: decodes. In one process its devices must not be the prefill engine's, if
         either has several.
-      prefills: with the same weights; not started.
+      prefills: a prefill engine with the same weights; not started.
 
     Raises:
       ValueError: the engines' sizes do not fit; names the field.

@@ -88,7 +88,7 @@ class PrefillServer:
       address: see `connection.Address`; port 0 is a free one.
       load: the weights of a version, called from a thread of its own.
       key: at least 16 bytes, which decode processes must know.
-      run_id: id of the run whose weights these are; another run's versions are others.
+      run_id: id of the run whose weights these are; versions of other runs differ.
 
     Raises:
       ValueError: other machines could connect, and there is no key.

@@ -264,8 +264,8 @@ class Scheduler(Serving):
     """Places a part of new weights; replaces the old ones when all are placed.
 
     Raises:
-      EngineLost: they cannot be placed. Nobody would give them again, and the old ones
-        must not serve on as if they were the latest.
+      EngineLost: they cannot be placed. They will not be sent again, and the old ones
+        must not keep serving as if they were the latest.
     """
     swap, self._swap = self._swap, None
     if swap is None:
