@@ -205,7 +205,7 @@ def array(values: Any, name: str, where: str = '') -> np.ndarray:
 
 
 def checked_messages(found: Any) -> tuple[dict, ...]:
-  """The messages of a trajectory of others. Raises ValueError for others."""
+  """The messages of a foreign trajectory. Raises ValueError for anything else."""
   if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
     raise ValueError('messages: must be a list of objects')
   return tuple(found)
