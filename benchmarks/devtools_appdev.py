@@ -45,7 +45,7 @@ class Pipe:
     self._number, self._buffer, self.listeners = 0, b'', {}
 
   def send(self, method, session=None, **params):
-    """The result of a call; events that come meanwhile go to the listeners."""
+    """Returns a call's result; events that arrive meanwhile go to the listeners."""
     self._number += 1
     mine = self._number
     self.post(method, session, mine, **params)
@@ -115,7 +115,7 @@ class Tab:
     self.pause(0.2)
 
   def pause(self, seconds):
-    """Handles what comes for a while."""
+    """Handles events for this number of seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
       self.call('Runtime.evaluate', expression='0')
@@ -216,7 +216,7 @@ class Tab:
       time.sleep(0.05)
 
   def on(self, node, function, *values):
-    """The value of a function of a node."""
+    """Calls a function on a node; returns its value."""
     handle = self.call('DOM.resolveNode', backendNodeId=node)['object']['objectId']
     answer = self.call(
       'Runtime.callFunctionOn',

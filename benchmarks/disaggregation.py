@@ -13,8 +13,8 @@ arrangement; --long_rate=0 is the quiet case, which is always measured, too:
 Measured for the short requests: time from submission to the first tokens, and the time
 between two deliveries (of up to --decode_steps tokens); for the long ones, to the first
 tokens. The arrangements take turns, so that other load on the machine affects all.
-Printed are medians over --rounds rounds of each round's percentile, in ms, with the
-range of the 99th. The model has 13.5M parameters in fp32 (rollout_workload.py).
+Prints, in ms, medians over --rounds rounds of each round's percentile, with the range
+of the 99th. The model has 13.5M parameters in fp32 (rollout_workload.py).
 """
 
 from __future__ import annotations

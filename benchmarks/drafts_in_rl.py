@@ -19,11 +19,12 @@ any weight of the trunk after an update is printed, after which the trunk of the
 side is copied to the others.
 
 Before, in the middle of and after RL, an engine drafts three tokens at a time with the
-modules of each side, for the same prompts and random numbers. Printed are medians over
-seeds: shares of drafts accepted at each position, where those before it were accepted,
-tokens of a verification, and tokens/s relative to an engine without drafts, which
-serves the same requests at about the same time; of the policy, the mean reward and
-entropy of the rollouts of that update. A seed whose results are in DIR is not repeated.
+modules of each side, for the same prompts and random numbers. Prints medians over
+seeds. For the drafts: the share accepted at each position, given that all before it
+were accepted; tokens per verification; and tokens/s relative to an engine without
+drafts, which serves the same requests at about the same time. For the policy: mean
+reward and entropy of that update's rollouts. Seeds whose results are in DIR are not
+repeated.
 """
 
 from __future__ import annotations

@@ -4,27 +4,27 @@
 
 Real rollouts and updates of a small M2. The task is to sort: a prompt has 2 to 7
 digits, the response is to be the same digits in order, and an end token. The reward is
-1 if all are right, else 0. Of the prompts every fifth, by hash, is held out: it is in
-neither phase of training, only in evaluations.
+1 if all are right, else 0. Every fifth prompt, by hash, is held out: only evaluations
+use it, neither phase of training does.
 
 Supervised fine-tuning on sorted digits stops early, once for each seed; all runs of the
 seed start from its weights. They see the same prompts in the same order and have the
 same number of episodes and updates. With u updates a batch, u × GROUPS groups are
-sampled by the same weights and trained in u parts, so that the part k was sampled k − 1
-updates ago: M1's 16 rounds of off-policy updates (docs/facts/algorithms.md §3). The
-advantages are G − B; GRPO's and DAPO's are divided by the group's standard deviation.
-All have the same optimizer and learning rate.
+sampled by the same weights and trained in u parts, so part k is trained k − 1 updates
+after it was sampled, as in M1's 16 rounds of off-policy updates
+(docs/facts/algorithms.md §3). The advantages are G − B; GRPO's and DAPO's are divided
+by the group's standard deviation. All have the same optimizer and learning rate.
 
 The router's bias is updated in RL, as in the main job; the runs of `FROZEN` are
 repeated with the bias frozen.
 
 The first table has for each estimator and u, over seeds: success on held-out prompts at
 half of the updates and at their end, its mean difference from CISPO of the same u and
-seed with the 95 % interval of Student's t, and, of the last quarter of the updates that
-trained anything, the share of clipped terms, the KL from the sampling policy, and the
-entropy. The second table compares the frozen bias, with the expert load's MaxVio. Cells
-are medians with the range over seeds. Results are lines of DIR/results.jsonl; a run
-that is there is not repeated.
+seed with the 95 % interval of Student's t; and, over the last quarter of the updates
+that trained anything, the share of clipped terms, the KL from the sampling policy, and
+the entropy. The second table compares the frozen bias, with the expert load's MaxVio.
+Cells are medians with the range over seeds. Results are lines of DIR/results.jsonl;
+runs in that file are not repeated.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def group(index: int, prompt: np.ndarray, results: Sequence[Any]) -> rewards.Gro
 
 
 class _Written(NamedTuple):
-  """A solution in the form of a result of the engine."""
+  """A solution in the form of an engine's result."""
 
   tokens: np.ndarray
 
@@ -270,7 +270,7 @@ def _optimizer(rate: float):
 
 
 def planned(args: argparse.Namespace) -> list[Run]:
-  """The runs, seed by seed, so that one that is stopped has whole tables."""
+  """The runs, seed by seed: after an interruption the first seeds are complete."""
   out = []
   for seed in args.seeds:
     for per_batch in args.per_batch:

@@ -10,10 +10,10 @@ and 3, which are trained first with the main model frozen and then jointly, on t
 batches. Losses are in nats per token of the run's tokenizer, on held-out files; module
 k predicts the token k + 1 ahead. `--why` compares mixtures of what
 `train.expand_mtp` copies (`MIXTURES`). Tables show medians over seeds, and how much
-lower the loss of a module is than that of a random one with the same seed; the last one
-is of batches of the frozen part, the mean over all modules, by step. The elapsed time
-is printed; the defaults take about 10 minutes on two idle CPU cores. With `--workdir`
-the pre-trained models are kept, for runs with other settings of the rest.
+lower the loss of a module is than that of a random one with the same seed; the last
+table has the mean over all modules, by step, on batches of the frozen part. The elapsed
+time is printed; the defaults take about 10 minutes on two idle CPU cores. `--workdir`
+keeps the pre-trained models, for runs that change only later settings.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def settings(steps: int, rate: float = 1.0) -> stages.PretrainConfig:
   """Training for `steps` steps: warm-up, constant, then decay to a tenth.
 
   Args:
-    steps: all of them.
+    steps: total number of steps.
     rate: factor of the learning rates.
   """
   tokens = steps * TOKENS
@@ -154,7 +154,7 @@ def expanded(source: str, model, variables, key):
 def compare(
   args, seed: int, data, workdir: pathlib.Path, kept: harness.Results
 ) -> list[dict]:
-  """Trains the sources for one seed, but for those kept; a row for source and part."""
+  """Trains each source not in `kept` for one seed; a row per source and part."""
   train, batches = data
   model = dataclasses.replace(model_config.tiny(), vocab_size=VOCABULARY)
 

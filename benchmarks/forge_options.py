@@ -72,7 +72,7 @@ def run(name: str, seed: int, more: Sequence[str]) -> dict[str, Any]:
 def figures(
   sft: Sequence[Mapping[str, Any]], rl: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """From the records of both phases; None where the option has no such metric."""
+  """Figures from both phases' records; None where the option has no such metric."""
 
   def over(records, name, of):
     found = [r[name] for r in records if name in r]

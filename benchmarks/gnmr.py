@@ -196,7 +196,7 @@ def controller(config: gnmr.GnmrConfig):
 
 
 def gnmr_config(policy: str, steps: int) -> gnmr.GnmrConfig:
-  """The thresholds of a policy `gnmr A`; of others the paper's."""
+  """Thresholds of a policy `gnmr A`; those of the paper for other policies."""
   name, _, alpha = policy.partition(' ')
   alpha = float(alpha) if name == 'gnmr' else 1.1
   return gnmr.GnmrConfig(
@@ -244,7 +244,7 @@ def pretrained(seed: int, steps: int, files: int):
 def train(
   scenario: str, policy: str, seed: int, steps: int, share: float, files: int
 ) -> dict[str, Any]:
-  """A run: what the table has of it."""
+  """Trains once; returns the run's entries in the table."""
   parts, text = programs(scenario, steps), read(files)
   state = parts.new(jax.random.key(seed))
   streams = text.code, text.code_held_out
@@ -341,7 +341,7 @@ def cell(values: Sequence[float], digits: int) -> str:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-  """Results of all runs; of a file what it has."""
+  """Results of all runs; those in the results file are not repeated."""
   kept = harness.Results(args.results)
 
   def once(scenario, policy, seed):

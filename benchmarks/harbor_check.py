@@ -7,8 +7,8 @@ r"""Counts the task directories of a workdir that Harbor's own package accepts.
 Harbor needs Python 3.12 and pins of its own, so its `Task` runs in the
 interpreter that is named. A directory is accepted if `Task` validates task.toml
 and the files it names, the paths are complete, instruction.md is not empty and the
-environment has a Dockerfile. Prints the version, the counts and what is refused; exits
-with 1 if a directory is.
+environment has a Dockerfile. Prints the version, the counts and the refused
+directories; exits with 1 if there are any.
 """
 
 from __future__ import annotations

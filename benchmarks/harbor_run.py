@@ -6,11 +6,11 @@ r"""Runs task directories by Harbor's own command, in podman, without a registry
 
 `harbor run` runs a copy of each task twice: with its solution (agent `oracle`), and
 with nothing (`nop`). The copy differs in two things. Its image is built from this
-machine's programs, interpreter and the dataset's packages, and of Chromium and fonts if
-playwright is one of them, where the task's Dockerfile takes an image of a registry. Its
-network mode is `public`: Harbor's podman refuses `no-network`, which needs an image of
-a registry as well. Prints the rewards; exits with 1 unless they are 1 and 0. Needs
-root, podman and runc.
+machine's programs, interpreter and the dataset's packages (with Chromium and fonts if
+playwright is one of them), not from the registry's image that the task's Dockerfile
+names. Its network mode is `public`: Harbor's podman refuses `no-network`, which needs
+an image of a registry as well. Prints the rewards; exits with 1 unless they are 1 and
+0. Needs root, podman and runc.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _copy_browser(root: pathlib.Path):
 
 
 def _merged(file: pathlib.Path) -> pathlib.Path:
-  """A path of /usr without it, so that /bin and /lib have everything."""
+  """A path without its leading /usr, so that /bin and /lib have everything."""
   parts = file.parts
   return pathlib.Path('/', *parts[2:]) if parts[1] == 'usr' else file
 

@@ -81,7 +81,7 @@ def settings(args: argparse.Namespace, but: Sequence[str] = ()) -> dict[str, Any
 
   Args:
     args: all flags.
-    but: flags that choose measurements; so do the common ones.
+    but: flags that choose measurements, besides the common ones.
   """
   values = {k: v for k, v in vars(args).items() if k not in (*_NOT_SETTINGS, *but)}
   return json.loads(json.dumps(values, default=str))
@@ -96,8 +96,8 @@ def run(
 ) -> None:
   """Measures each arm with each seed, once for a workdir, and prints the results.
 
-  Ctrl-C and SIGTERM end it with one line and code 130; what was measured stays. So does
-  a directory that cannot be used, with code 2.
+  Ctrl-C and SIGTERM end it with one line and code 130; finished measurements remain. A
+  directory that cannot be used ends it with one line and code 2.
 
   Args:
     args: flags, of a parser with `workdir`.

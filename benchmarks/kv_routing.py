@@ -12,11 +12,12 @@ A batch of agent sessions (kv_routing_trace) is replayed through each policy, se
 seeds. Router and replicas are the real code (kv_routing_cluster, kv_routing_engine);
 only device calls are replaced by the time that they take. The oracle
 (kv_routing_oracle) has one cache without bound and knows the true state of everything.
-Best response is the same choice with caches as they are. Both are no policies for use.
+Best response makes the same choice with the replicas' real caches. Neither is a policy
+that a router could use.
 
 Times are those of M2 on --chips v5p chips a replica. They are assumed, not measured:
-the share --mfu of the peak for prompts, attention included; in a decode step all
-weights and the keys and values read are moved at 0.8 of the bandwidth. With --measure
+prompts, attention included, reach the share --mfu of the peak; a decode step moves all
+weights, and the keys and values that it reads, at 0.8 of the bandwidth. With --measure
 they are those of a small engine on this machine, and the sessions are scaled to it.
 
 With --migration_gb_per_s pages of a prefix may be moved between replicas, at that speed
@@ -102,7 +103,7 @@ def m2_cluster(args: argparse.Namespace) -> ClusterConfig:
 
 
 def replay(name: str, cluster: ClusterConfig, traces, seed: int) -> dict[str, float]:
-  """What a policy, or an oracle, makes of the sessions."""
+  """Replays the sessions under a policy or an oracle."""
   if name in ORACLES:
     run = Cluster(
       cluster,

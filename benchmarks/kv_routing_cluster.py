@@ -271,7 +271,7 @@ class Cluster:
     self._at(self.now + spent, functools.partial(self._tock, replica, done))
 
   def _tock(self, replica: SimulatedReplica, done: list[Callable[[], None]]) -> None:
-    """The end of a tick: deliveries, and the next."""
+    """Ends a tick: delivers its tokens and starts the next one."""
     self.fleet.observe(replica.number, replica.stats(), replica.batcher.journal.read())
     for deliver in done:
       deliver()

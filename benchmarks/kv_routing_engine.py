@@ -110,14 +110,14 @@ class SimulatedEngine:
 
 
 class SharedCache(PrefixCache):
-  """One cache without bound for all replicas: a prefix computed by one is at all."""
+  """One unbounded cache for all replicas: what one computes, all have."""
 
   def __init__(self, pages: int, page_tokens: int, replicas: int):
     super().__init__(pages, page_tokens)
     self._replicas, self._clears = replicas, 0
 
   def clear(self) -> None:
-    """Once for each change of weights, at the first replica that has it."""
+    """Clears once per change of weights, when the first replica makes it."""
     if self._clears % self._replicas == 0:
       super().clear()
     self._clears += 1

@@ -64,7 +64,7 @@ class Turn:
   Attributes:
     prompt: [n] int32. response: [m] int32.
     chain: digests of the full pages of the prompt and the response.
-    tool_s: until the next turn's request.
+    tool_s: seconds until the next turn's request.
   """
 
   prompt: np.ndarray

@@ -8,13 +8,15 @@ Trains small M2s on the same batches of Python's standard library with each kind
 `ModelConfig.matmuls`, and with one optimizer (Muon, Adam for the rest). `loss` is in
 nats per token on held-out files, `of plain` its relative difference from the loss of
 plain matmuls with the same seed, `step` the time of a train step over theirs, timed
-alternately: on a CPU the emulation's, which is no prediction for another device.
+alternately: on a CPU it is the emulation's time and predicts nothing about other
+devices.
 
 The models of plain matmuls are then scored as the rollout engine would: keys and values
-go through its pages. Compared with fp32 everywhere are weights in bf16 and in block
-FP8, these with quantised activations, too, and a cache in e4m3. `mean` and `99 %` are
-of |Δ log p| over held-out tokens, `loss` the difference of the mean of -log p, `bytes`
-those of the linear layers' weights, or of a token in the cache, as a share of fp32's.
+go through its pages. Serving is compared with fp32 everywhere for weights in bf16,
+weights in block FP8 with and without quantised activations, and a cache in e4m3. `mean`
+and `99 %` are of |Δ log p| over held-out tokens, `loss` the difference of the mean of
+-log p, `bytes` those of the linear layers' weights, or of a token in the cache, as a
+share of fp32's.
 
 Cells are medians over seeds [min, max].
 """

@@ -3,13 +3,13 @@ r"""Mixed-domain RL against RL on one domain: what each gains and forgets.
   python -m benchmarks.mixed_domains --workdir=DIR [--seeds 0 1 2] [--alone shell] \
     [--json]
 
-`configs/forge_mixed.py` without its second scaffold, for a smaller budget, and with the
-engine's context in both stages. For each seed SFT on the demonstrations of all domains,
-then RL from its weights: once with all domains and the ratios there, once on each
-domain alone (`:DOMAIN`, `--alone`), for the same number of updates and groups. Every
-policy is evaluated at temperature 1 on held-out tasks of all domains. Printed are
-medians over seeds with their range. Runs resume, and a measurement in DIR is not
-repeated.
+Runs `configs/forge_mixed.py` without its second scaffold, with a smaller budget, and
+with the engine's context in both stages. Each seed has one SFT on the demonstrations of
+all domains. RL then starts from its weights, once on all domains with the config's
+ratios and once on each domain alone (`:DOMAIN`, `--alone`), for the same number of
+updates and groups. Every policy is evaluated at temperature 1 on held-out tasks of all
+domains. Prints medians over seeds with their range. Runs resume, and measurements in
+DIR are not repeated.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ the matrix unit (fp32 at the highest precision is six in bfloat16), HBM, bytes s
 each kind of collective, and the time with every instruction at its roof. `of the step`
 is that time over itself plus the formula of `plan.search` for the rest of the step.
 
-The loop of SSO's solver has no bound that a compiler knows and counts once, so that
-`sso` with E evaluations of msign is muon_sphere, which has one, plus E − 1 times the
-difference of the two programs, of which sso has two. Chips that exchange matrices wait
-for the slowest: E is the most of a step, not the mean.
+The compiler cannot bound the loop in SSO's solver and counts its body once. The
+compiled muon_sphere therefore has one evaluation of msign, the compiled sso two, and
+`sso` with E evaluations is muon_sphere plus E − 1 times their difference. Chips that
+exchange matrices wait for the slowest, so E is the largest number in a step, not the
+mean.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def prepare(job: Job):
 
 
 def train(job: Job, seed: int, text: ablations.Text) -> dict[str, Any]:
-  """Trains; losses along the way and what else the table has."""
+  """Trains; returns losses along the way and the run's other table entries."""
   held_out = list(itertools.islice(batches(text.held_out, 0), HELD_OUT_BATCHES))
   cfg, step, new = prepare(job)
   state, curve, violations, evaluations = new(seed), [], [], []
@@ -343,7 +343,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def measure(args: argparse.Namespace) -> tuple[list[dict], dict[str, dict]]:
-  """Results of all runs, and times of a step by model; of a file what it has."""
+  """Results of all runs, and times of a step by model; stored ones are not repeated."""
   text = ablations.read(args.files)
   kept = harness.Results(args.results)
 

@@ -4,9 +4,10 @@
 
 Claim: Python 3.11 with jax 0.10 and Python 3.12 with jax 0.12, each with its libtpu,
 give the plan the same collectives: kinds, groups and bytes. Their notations of
-asynchronous ones differ, and what a parser overlooks would be missing from every
-figure. Each interpreter has the package with its extra `tpu` installed; one layer of M2
-is compiled for 64 chips. Exit status 1: a kind's bytes differ by more than TOLERANCE.
+asynchronous collectives differ, and one that the parser overlooked would be missing
+from every figure. Each interpreter has the package with its extra `tpu` installed; one
+layer of M2 is compiled for 64 chips. Exit status 1: a kind's bytes differ by more than
+TOLERANCE.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Claim: a session's file grows with its new tokens, not with its prompts. Session
 several turns, in which each prompt is the previous one with its response and an
 observation appended, are written to the pool twice: as they are, and without parents,
 so that every prompt is stored in full. Token ids follow Zipf's law; log-probabilities
-are incompressible float32 noise. Reported is the file size after closing, with the keys
-and indices of its tables, divided by the number of completions.
+are incompressible float32 noise. Reports the file size after closing, with the keys and
+indices of its tables, divided by the number of completions.
 """
 
 from __future__ import annotations

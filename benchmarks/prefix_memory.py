@@ -12,9 +12,9 @@ benchmarks.rollout, all in flight from the start, greedy. Rows are the memories:
 
 once with a device cache for --share of what the agents' contexts need (few pages), and
 once with room for all of them, where more memory can save nothing (enough pages): there
-the ratio is its cost. Printed are the share of prompt tokens that were found, how many
-were computed, sampled tokens per second, and the ratio to `device`. Rounds take turns
-over the rows, so that other load on the machine affects all; the first one warms up.
+the ratio is its cost. Prints the share of prompt tokens that were found, the number
+computed, sampled tokens per second, and the ratio to `device`. Rounds take turns over
+the rows, so that other load on the machine affects all; the first one warms up.
 """
 
 from __future__ import annotations

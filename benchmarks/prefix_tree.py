@@ -4,7 +4,7 @@
   python -m benchmarks.prefix_tree --workloads terminal --rounds 3
   python -m benchmarks.prefix_tree --merge                  # how fast `merge` itself is
 
-Measured is one gradient of one batch: forward and backward of every row, without the
+Measures one gradient of one batch: forward and backward of every row, without the
 optimizer update, which is the same for all. The kinds of rows
 (benchmarks/prefix_tree_rows.py makes them):
 

@@ -3,15 +3,15 @@
   python -m benchmarks.responses --workdir=DIR [--seeds 0 1 2] [--json]
 
 A small model learns repair tasks (`m2jax_pipelines.tasks.repair`) from a teacher, then
-attempts training tasks. Each arm has as many attempts and trains for as many steps, and
-what varies is how the attempts are spent: many tasks once, or few tasks often. SFT goes
-on with every distinct attempt that the verifier accepts. Arms are named
-QUERIESxRESPONSES; the first also trains for twice as many steps: what more passes over
-the same chats are worth. `base` is the model before.
+attempts training tasks. All arms have the same number of attempts and training steps
+and differ in how the attempts are spent: on many tasks once, or on few tasks often. SFT
+then continues with every distinct attempt that the verifier accepts. Arms are named
+QUERIESxRESPONSES; the first also trains for twice as many steps, which shows what more
+passes over the same chats are worth. `base` is the model before the attempts.
 
 Each is evaluated at temperature 1 on held-out tasks: of the sizes trained, and longer.
-Printed are medians over seeds with their range. Runs resume, and a measurement in DIR
-is not repeated.
+Prints medians over seeds with their range. Runs resume, and measurements in DIR are not
+repeated.
 """
 
 from __future__ import annotations

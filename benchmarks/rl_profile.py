@@ -113,7 +113,7 @@ class Sampler:
 
 
 def _stat(path: str) -> proc_stat.ProcStat | None:
-  """None if it has ended."""
+  """Clocks of a process or thread; None if it has ended."""
   try:
     return proc_stat.read(path)
   except OSError:

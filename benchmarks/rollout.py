@@ -6,7 +6,7 @@
   python -m benchmarks.rollout --vllm_python=/elsewhere/bin/python [--json]
 
 The model has 13.5M parameters in fp32 (rollout_workload.py); every prompt is random and
-every response greedy. Measured are:
+every response greedy. The workloads:
 
   batches   64 and 8 requests of 64 tokens that arrive together, 64 new tokens each
   sessions  16 agents in flight, 30 turns of 24 new prompt tokens and 32 drawn ones,
@@ -14,13 +14,13 @@ every response greedy. Measured are:
 
 Each side is a process of its own on --threads cores (sides.py); they take turns, so
 that other load on the machine affects all. The first of --rounds rounds warms up and is
-not counted; printed are medians, and of the ratio the range over rounds. m2jax and
+not counted. Prints medians over the others, and the range of the ratio. m2jax and
 transformers have the same weights, and their first response must be the same. vLLM has
 random weights and a router with softmax, which M2's is not.
 
-At the end m2jax serves twice as many requests as it has slots; printed are the most
-pages that held something at once in all of this, and the cache's bytes, beside the
-budget.
+At the end m2jax serves twice as many requests as it has slots. Prints the largest
+number of pages in use at once during the whole run, and the cache's bytes, each next to
+its budget.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the rollout engine's time goes: Python, dispatch, the parts of the device's.
+"""Where the rollout engine's time goes: Python, dispatch, parts of the device's time.
 
   python -m benchmarks.rollout_profile [--requests=64]
 
@@ -8,9 +8,9 @@ the device in decode and in prefill calls, dispatching calls, and the rest, whic
 Python. Another run under JAX's profiler divides the device's time in decode calls by
 the scopes of the program (attention, experts, sampling, copies of contexts); with
 several virtual devices it is their sum. `exchange` is the collectives of all scopes, in
-which a device also waits for the others; `no operation` is the share of the
-devices' time in decode calls (of that run) without any, at least: operations of one
-device may overlap.
+which a device also waits for the others; `no operation` is a lower bound on the share
+of the devices' time in that run's decode calls without any operation (operations of one
+device may overlap).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def scopes(text: str) -> dict[str, str]:
 def device_shares(directory: str, timed: Timed) -> dict[str, float]:
   """Shares of the operations' time in decode calls, by scope; and of collectives.
 
-  And at least which share of the devices' time in these calls has no operation.
+  Also returns a lower bound on the share of the devices' time without an operation.
   """
   scope_of: dict[str, str] = {}
   for program in timed.programs.values():

@@ -73,7 +73,7 @@ class Server:
     self.scheduler = Scheduler(self.engine, self.variables, config=config).start()
 
   def batches(self, seeds: Sequence[int], **fields) -> dict:
-    """A batch after the other."""
+    """Serves the batches one after the other."""
     return workload.summed([self.batch(seed=seed, **fields) for seed in seeds])
 
   def batch(self, requests: int, prompt: int, new: int, seed: int) -> dict:
@@ -89,9 +89,9 @@ class Server:
     return {**counts, 'tokens': counts['new_tokens'], 'hit_tokens': hits}
 
   def memory(self, prompt: int, new: int) -> dict:
-    """Serves twice as many requests as there are slots; the pages of the budget, the
-    most that held something at once since the start, and bytes: those of the budget,
-    and of the cache on the devices afterwards."""
+    """Serves twice as many requests as there are slots. Returns pages (of the budget,
+    and the most in use at once since the start) and bytes (of the budget, and of the
+    cache on the devices afterwards)."""
     config, groups = self.engine.config, self.engine.groups
     self.batch(2 * groups * config.slots, prompt, new, seed=0)
     stats = self.scheduler.stats()

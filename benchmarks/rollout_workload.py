@@ -53,7 +53,7 @@ def batch(requests: int, prompt_tokens: int, seed: int) -> list[list[int]]:
 
 
 def summed(batches: list[dict]) -> dict:
-  """The answers to several batches as one: with all tokens, the rest of the first."""
+  """Combines the answers to several batches: all tokens, other fields of the first."""
   return batches[0] | {'tokens': sum(batch['tokens'] for batch in batches)}
 
 

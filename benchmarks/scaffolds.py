@@ -9,13 +9,13 @@ seed:
   perturbed  the same demonstrations and budget, system prompt, instruction and names of
              tools drawn from a list for each task (the agent kind `perturbed`)
   verified   after `perturbed`: it attempts training tasks in that list and in the one
-             scaffold; SFT goes on with the attempts that the verifier accepts
-  more       after `perturbed`: SFT goes on with as many other demonstrations of the
-             teacher, for as many steps; the rival of `verified`
+             scaffold; SFT continues with the attempts that the verifier accepts
+  more       after `perturbed`: SFT continues with as many new demonstrations of the
+             teacher, for as many steps; the control of `verified`
 
 Each is evaluated at temperature 1 on held-out tasks in three scaffolds: the one, the
-list, and prompts and names that no arm was trained with. Printed are medians over seeds
-with their range. Runs resume, and a measurement in DIR is not repeated.
+list, and prompts and names that no arm was trained with. Prints medians over seeds with
+their range. Runs resume, and measurements in DIR are not repeated.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
 
 
 def lower_rates(c: ml_collections.ConfigDict) -> None:
-  """Learning rates with which SFT goes on from trained weights."""
+  """Learning rates with which SFT continues from trained weights."""
   c.sft.optimizer.muon.learning_rate = 5e-3
   c.sft.optimizer.adam.learning_rate = 5e-4
 

@@ -5,11 +5,11 @@ python -m benchmarks.second_verifier --workdir=workdir/swe --count=50
 It reads the files of a task directory itself, and runs pytest's command line with
 --junitxml in a new sandbox, on the tree before and after the solution: every F2P test
 must fail before and pass after, every P2P test pass on both. Other tests of these files
-do not run: one that is random may never end with a bug. A written test must pass on the
-right source and fail on the bug; timed tests, which are P2P, must take longer before
-than after, in each of three pairs of runs; the line of a review must be the only one
-whose syntax tree differs. Disagreements with the admission are printed, and apart from
-them the tasks that are undecided, since a run was cut off.
+do not run, since a random one may never end on buggy code. A written test must pass on
+the right source and fail on the bug; timed tests, which are P2P, must take longer
+before than after, in each of three pairs of runs; the line of a review must be the only
+one whose syntax tree differs. Prints disagreements with the admission and, separately,
+tasks left undecided because a run was cut off.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ async def check(dataset: Path, task: Path) -> str:
 
 
 def compared(runs, config) -> str:
-  """Checks runs of the slow and the solved tree in turns; the first is the slow one."""
+  """Checks alternate runs of the slow and the solved tree, starting with the slow."""
   for ran in runs:
     for test in config['p2p']:
       expected = 'skipped' if config['status'].get(test) == 'XFAIL' else 'passed'
@@ -236,7 +236,7 @@ def chosen(dataset: Path, count: int, seed: int, family: str = '') -> list[Path]
 
 
 async def checked(dataset: Path, tasks: list[Path]) -> dict:
-  """Checks tasks; which verdicts disagree with their admission, and which are none."""
+  """Checks tasks; returns disagreements with their admission, and undecided tasks."""
   wrong, undecided, kinds = {}, {}, collections.Counter()
   try:
     for number, task in enumerate(tasks, 1):

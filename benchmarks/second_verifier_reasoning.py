@@ -2,9 +2,9 @@
 
   python -m benchmarks.second_verifier_reasoning --count=1200 [--json] [GENERATOR ...]
 
-A line a generator: problems that `problems.defect` rejects, and of the others those
-that `m2jax_pipelines.recheck` solves alike, leaves open (the text does not decide) or
-solves otherwise. Exits with 1 if it solves one otherwise.
+Prints a line per generator: how many problems `problems.defect` rejects and, of the
+others, how many `m2jax_pipelines.recheck` solves alike, leaves open (the text does not
+decide) or solves differently. Exits with 1 if it solves any differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLUMNS = ('rejected', 'agree', 'open', 'disagree')
 
 
 def count(generator: str, draws: int, levels: int) -> collections.Counter[str]:
-  """What becomes of problems of a generator."""
+  """Counts the outcomes of a generator's problems."""
   found: collections.Counter[str] = collections.Counter()
   for number in range(draws):
     level, key = number % levels, f'second/{number}'

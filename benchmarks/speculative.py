@@ -4,15 +4,15 @@
   python -m benchmarks.speculative --agreeing=0.3
 
 A small M2 with three MTP modules is pre-trained on Python's standard library (the model
-and the modules together, as `pretrain.fit` does; DIR/pretrain has its checkpoints,
-from which another run goes on). With --agreeing=NOISE nothing is trained: the model is
-that of `benchmarks.rollout` (13.5M parameters without modules), random, but made so
-that modules and trunk predict much the same. That gives the speed at the acceptance
-that the table shows, of a model of which a step for few rows mostly reads weights. A
-module costs as much as a layer: with --layers=16 less of the trunk than with 4.
+and the modules together, as `pretrain.fit` does; a later run continues from the
+checkpoints in DIR/pretrain). With --agreeing=NOISE nothing is trained: the model is
+that of `benchmarks.rollout` (13.5M parameters without modules), random, but constructed
+so that modules and trunk mostly agree. This shows the speed, at the acceptance in the
+table, of a model whose steps for few rows mostly read weights. A module costs as much
+as a layer, so with --layers=16 its share is smaller than with 4.
 
-Then batches of prompts from held-out files are served
-that arrive together, each drawing --new tokens:
+Then batches of prompts from held-out files are served. The prompts of a batch arrive
+together, and each draws --new tokens:
 
   0         by an engine without modules: the baseline
   1, 2, 3   with that number of drafts in every step
@@ -20,10 +20,11 @@ that arrive together, each drawing --new tokens:
             at the end
 
 All sides take turns in each of --rounds rounds, so that other load on the machine
-affects all; the first is not counted. Printed are medians of tokens/s, and of the ratio
-to the baseline of the same round; the share of drafts accepted at each position, where
-those before it were accepted; and the break-even point, the largest measured batch at
-which a fixed number of drafts is faster than none. Prefill is included, on every side.
+affects all; the first is not counted. Prints medians of tokens/s, and of the ratio to
+the baseline of the same round; the share of drafts accepted at each position, given
+that those before it were accepted; and the break-even point, the largest measured batch
+at which a fixed number of drafts is faster than none. Prefill is included, on every
+side.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def sides(cfg: ModelConfig, variables, rows: int, args) -> dict[str, Side]:
 
 
 def serve(cfg: ModelConfig, variables, held_out, rows: int, args) -> list[dict]:
-  """One dict for each side: tokens/s of the rounds, and what became of the drafts."""
+  """One dict per side: tokens/s of each round, and outcomes of the drafts."""
   random = np.random.default_rng(0)
   texts = [t for t in map(np.asarray, held_out) if len(t) > args.prompt]
   made = sides(cfg, variables, rows, args)

@@ -8,13 +8,12 @@ independent keys up one by one or all in one turn; from these weights RL runs on
 each β, the weight of the speed reward, with everything else equal. Each call sleeps for
 its latency; the agent runs the calls of one turn at the same time.
 
-Printed are medians over seeds with the range, of evaluations on held-out tasks after
-SFT and after RL, at temperature 1: success on tasks with independent keys and on
-chains; the share of calls on independent keys that share a turn; and the wall-clock
-seconds of an episode, model and tools together, for both kinds, with the ratio of the
-two. Episodes of both kinds run at the same time, and β changes nothing about chains, so
-that the ratio does not depend on what else the machine does. Runs resume, and a
-measurement in DIR is not repeated.
+Prints medians over seeds with the range, for evaluations on held-out tasks after SFT
+and after RL, at temperature 1: success on tasks with independent keys and on chains;
+the share of calls on independent keys that share a turn; and the wall-clock seconds of
+an episode, model and tools together, for both kinds, with the ratio of the two.
+Episodes of both kinds run at the same time, and β does not affect chains, so the ratio
+does not depend on other load. Runs resume, and measurements in DIR are not repeated.
 """
 
 from __future__ import annotations

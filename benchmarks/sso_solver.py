@@ -1,4 +1,4 @@
-"""What SSO's search for λ costs: evaluations of msign with and without the last step's.
+"""What SSO's search for λ costs: evaluations of msign, from the last root or anew.
 
   python -m benchmarks.sso_solver            # a table; --json for the numbers
 
@@ -35,7 +35,7 @@ LIMITS = ((2e-4, 20), (1e-3, 20), (2e-4, 3), (2e-4, 2), (2e-4, 1))
 
 
 def forget(state: train_step.TrainState) -> train_step.TrainState:
-  """Without the last step's root and slope."""
+  """The state without the last step's root and slope."""
 
   def one(x):
     if not isinstance(x, SphereState):

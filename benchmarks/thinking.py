@@ -1,12 +1,12 @@
-"""What it is worth that the thinking of earlier turns stays in the context.
+"""What keeping the thinking of earlier turns in the context is worth.
 
   python -m benchmarks.thinking --workdir=DIR [--seeds 0 1 2] [--json]
 
 The whole job (`m2jax.forge.run`: demonstrations, SFT, RL, held-out evaluations) on
 lookups (`m2jax_pipelines.tasks.lookup`): the model follows a chain of keys and answers
 with the sum of what it found, modulo 5. The demonstrations' thinking carries the
-running total, which is in no observation; the numbers are in all of them, so that it
-can be computed again. Twice for each seed, with the same demonstrations, weights,
+running total. No observation has it, but each has its number, so that it can be
+computed again. The job runs twice for each seed, with the same demonstrations, weights,
 budget and tasks:
 
   kept      prompts contain the thinking of all turns, as M2's template has it
@@ -15,10 +15,10 @@ budget and tasks:
 Dropping gives each turn a prompt of its own. In SFT their common prefixes are computed
 once (`data.packing.SampleBatches`), so that a step of both costs the same.
 
-Each is also evaluated the other way: weights that were trained with the thinking of
-earlier turns and do not find it, and the reverse. Printed are medians over seeds with
-their range: success at temperature 1 on held-out tasks, after SFT and after RL, by the
-length of the chain. Runs resume, and a measurement in DIR is not repeated.
+Each is also evaluated the other way: weights trained with the thinking of earlier turns
+on prompts without it, and the reverse. Prints medians over seeds with their range:
+success at temperature 1 on held-out tasks, after SFT and after RL, by the length of the
+chain. Runs resume, and measurements in DIR are not repeated.
 """
 
 from __future__ import annotations

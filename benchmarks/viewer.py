@@ -3,7 +3,7 @@
   python -m benchmarks.viewer --pool_mb=100
 
 Writes a pool of that size with random tokens, exports it (not with --nofile), and opens
-both forms in headless Chromium; printed are medians of --opens. `paint`: first
+both forms in headless Chromium, --opens times; prints medians. `paint`: first
 contentful paint; `list`: rows of the list are there; `tokens`: a trajectory in the
 middle has its tokens on the screen.
 """

@@ -4,11 +4,11 @@
 
 Trains a bfloat16 model for a few steps of AdamW on random tokens at each learning rate,
 publishes every version in full and as a difference (`checkpoint.published`), reads it,
-and compares every bit. Of each rate the last step counts: Adam's steps are then about
-the learning rate in size for every parameter, as in a run. Weights are as initialised:
-what changes in bfloat16 depends on the step relative to the weight, not on what was
-learned. Published anchor: over 99 % of the bytes unchanged in an RL step
-(docs/facts/rl-systems.md §4.6).
+and compares every bit. Figures are of the last step at each rate: by then Adam's steps
+are about as large as the learning rate for every parameter, as in a run. Weights are at
+their initial values: what changes in bfloat16 depends on the step relative to the
+weight, not on what was learned. Published anchor: over 99 % of the bytes unchanged in
+an RL step (docs/facts/rl-systems.md §4.6).
 """
 
 from __future__ import annotations

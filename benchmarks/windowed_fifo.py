@@ -31,8 +31,8 @@ Columns, each the median over seeds with its range:
              N + W − 2
   dropped    share of the items that were discarded, and of the rollouts' time for them
   length     mean length of the trained items over that of the generated ones: of the
-             first fifth of the updates, and of all after it. Generated are the first
-             items in order of submission, as many as were trained or dropped by then
+             first fifth of the updates, and of all after it. The generated ones are
+             the first in order of submission, up to the number trained or dropped
   hard       the same for the share of items in the upper fifth of difficulty
   spread     standard deviation over updates of their mean difficulty, relative to that
              of updates that draw items at random: above 1, easy and hard ones come in

@@ -17,10 +17,10 @@ All runs of a seed see the same stream of items and start from the same weights.
 tokens of an item are sampled by the weights at its beginning, which makes it as stale
 as its age. Every tenth update the policy is evaluated on all classes, by sampling.
 
-Printed, as median over seeds with the range: updates until the time limit, age in
+Prints medians over seeds with their range: updates until the time limit, age in
 versions (mean, largest), and the mean reward of all, of the easy (difficulty up to 2)
 and of the hard (from 7) classes: at half of the time, at its end, and after the number
-of updates that the slowest run of the seed made. A run whose results are in DIR is not
+of updates that the slowest run of the seed made. Runs whose results are in DIR are not
 repeated.
 """
 

@@ -216,7 +216,7 @@ def make_sharding(mesh: MeshConfig, field: str = 'config.mesh') -> Sharding:
 
 
 def resumes(checkpoints: pathlib.Path) -> bool:
-  """Whether the job goes on from a checkpoint of its own in this directory."""
+  """Whether the job continues from a checkpoint of its own in this directory."""
   from m2jax.checkpoint import CheckpointManager
 
   if FRESH.value:

@@ -1,4 +1,4 @@
-"""Prints a run's trajectories, also while the run goes on: the newest first.
+"""Prints a run's trajectories, also while it is running: the newest first.
 
   python -m experiments.trajectories --workdir=workdir/forge
   python -m experiments.trajectories --workdir=workdir/forge --count=10 \

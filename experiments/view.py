@@ -1,4 +1,4 @@
-"""The trajectories of a run in a browser, also while the run goes on.
+"""The trajectories of a run in a browser, also while it is running.
 
   python -m experiments.view --workdir=workdir/forge
   python -m experiments.view --workdir=workdir/forge --export=run.html

@@ -46,10 +46,10 @@ class Malformed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-  """A frame that was read: of the right form, its values unchecked.
+  """A frame that was read: its form is checked, its values are not.
 
   Attributes:
-    kind: what it is.
+    kind: the kind of message.
     fields: the rest of the header.
     arrays: views of the body.
   """
@@ -128,7 +128,7 @@ def encode(
 
   Args:
     kind: an identifier.
-    arrays: by name.
+    arrays: name → array.
     **fields: JSON-able.
   """
   arrays = {name: np.asarray(x, order='C') for name, x in (arrays or {}).items()}

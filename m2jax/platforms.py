@@ -1,4 +1,4 @@
-"""Dispatches on the platform that a program is lowered for.
+"""Dispatches on a program's target platform.
 
 `lax.platform_dependent` traces the branches of all platforms and drops all but one when
 the program is lowered. This is over half of CPU tracing time. A process that compiles

@@ -1,6 +1,6 @@
 """Admission: a task is proved before anybody trains on it.
 
-1. Doing nothing fails (and is decided: an invalid verdict is no failure).
+1. Doing nothing fails; an invalid verdict does not count as a failure.
 2. The solution passes, `passes` times in new sandboxes; a task that passes only
    sometimes is flaky.
 

@@ -102,7 +102,7 @@ class Candidate:
 async def attempted(
   work: Awaitable[Any], id: str, stage: str, family: str, source: str
 ) -> Any:
-  """What `work` gives; an invalid candidate if the machine or a model fails (law 5)."""
+  """The result of `work`, or an invalid candidate if machine or model fails (law 5)."""
   try:
     return await work
   except sandbox.SandboxUnavailable:

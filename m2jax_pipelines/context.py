@@ -34,7 +34,7 @@ class Context:
     return path
 
   def salt(self) -> str:
-    """A random text of the dataset, drawn once: the same in a run that goes on.
+    """A random text of the dataset, drawn once: a continued run has the same.
 
     Hidden cases that depend on the seed alone could be drawn by anyone who has this
     code. The file is never part of a task.

@@ -1,4 +1,4 @@
-"""Sources at hand: installed Python distributions and Debian packages.
+"""Available sources: installed Python distributions and Debian packages.
 
 A dataset's `sites/KEY` has Python packages for its sandboxes. `site` fills it from
 the distributions of this interpreter, without network. `debian` finds or unpacks a
@@ -21,7 +21,7 @@ _SKIPPED = ('__pycache__', 'tests', 'test')
 
 
 class SourceMissing(RuntimeError):
-  """A source is not on this machine and cannot be had; says what to do."""
+  """A source is not on this machine and cannot be fetched; says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)

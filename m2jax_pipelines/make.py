@@ -51,7 +51,7 @@ async def run(config: PipelineConfig, workdir: Path, *, show: bool = True) -> Su
 
   Args:
     config: the pipeline's config.
-    workdir: the dataset; a run that was killed goes on.
+    workdir: the dataset; a killed run is continued.
     show: whether to draw a progress bar.
 
   Raises:
@@ -178,7 +178,7 @@ class _Maker:
     return True
 
   def _check(self) -> None:
-    """Raises SandboxError if whatever makes or judges candidates is out of order."""
+    """Raises SandboxError if too many candidates in a row are invalid."""
     if self._invalid >= _MAX_INVALID:
       raise sandbox.SandboxError(
         f'{self._invalid} candidates in a row are invalid, the last for: '

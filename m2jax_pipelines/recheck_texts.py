@@ -72,9 +72,9 @@ def isomorphic(text: str) -> str:
 def circle(text: str) -> str | None:
   """Sisters of a brother, female friends of a friend, or colleagues of a colleague.
 
-  A sister of hers is her brother's, and so is she; of a man who is her friend, and of
-  all her friends, she is one more female friend. Of colleagues, None: whether those of
-  a second circle count depends on how the text is read.
+  A woman's brother has her sisters, and herself, as sisters. A man who is friends with
+  her and with all her friends has her as one more female friend. For colleagues, None:
+  whether those of a second circle count depends on how the text is read.
   """
   if found := re.search(r'(\d+) sisters', text):
     return str(int(found.group(1)) + 1)

@@ -7,8 +7,9 @@ The judge is a model at any OpenAI-compatible URL, or by default scripted: each 
 has a probe, a pattern of the document. Every item is decided yes or no; a model's "yes"
 to a positive item counts only with a quotation that is in the document. A model is
 asked `asks` times, and has judged only if all its answers decide every item alike. If
-they do not, if it is down, or if its answer is no judgement, `llm.NoAnswer` is raised:
-nothing takes its place. The result says who judged. docs/pipelines_cowork.md, Rubrics.
+they differ, if it is down, or if its answer is no judgement, `llm.NoAnswer` is raised,
+and no other judge takes over. The result says who judged. docs/pipelines_cowork.md,
+Rubrics.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Item:
 @dataclasses.dataclass(frozen=True)
 class Judgement:
   """Attributes:
-  score: in [0, 1].
+  score: the score, in [0, 1].
   holds: item → decision.
   evidence: the quotation of each item that a model decided.
   by: 'scripted', or the model's name.

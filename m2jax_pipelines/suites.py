@@ -1,8 +1,8 @@
 """Evaluation suites: held-out tasks, trials, limits; results with intervals.
 
 A suite runs against any OpenAI-compatible URL. Each episode is a line of a JSON-lines
-file, written when it ends, so that an interrupted suite goes on; an infrastructure
-failure is no result (law 5) and is tried again by the next run.
+file, written when it ends, so an interrupted suite can continue; an infrastructure
+failure is no result (law 5), and the next run tries it again.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 docs/facts/m2-and-forge.md §2.3: SFT learns from trajectories that several scaffolds
 produced and a verifier accepted. Every scaffold attempts every task several times
-(`suites`, so that a run that is stopped goes on); `select` keeps attempts
-that succeeded, within limits that `SampleConfig` states, and counts why others are not
-kept.
+(`suites`, so a stopped run can continue); `select` keeps attempts that succeeded,
+within limits that `SampleConfig` states, and counts why others are not kept.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import pathlib
 import re
 import tokenize
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = 'm2jax', 'm2jax_pipelines', 'experiments', 'configs', 'benchmarks', 'launch'
@@ -35,10 +37,23 @@ WORDS = {
   r'busy (?:machine|CPU)': 'a loaded machine',
   r'mistakes? of (?:its|the|their)': 'user error, error of its own',
   r'goes without saying|needs nothing else': 'say it positively',
+  r'goes on': 'continues',
+  r'knows? no': 'does not support, does not search for, without',
+  r'cannot be had': 'is unavailable',
+  r"\w+'s doings?|its own doings?": 'counts against, is to blame',
 }
 BAD = re.compile('|'.join(rf'\b(?:{pattern})\b' for pattern in WORDS), re.IGNORECASE)
+# The subject comes first: 'Prints medians', not 'Printed are medians'.
+INVERTED = re.compile(
+  r'\b(?:Printed|Measured|Reported|Recorded|Excluded|Generated|Compared|Different) '
+  r'(?:is|are)\b|; printed are\b'
+)
 # An entry of a docstring is a noun phrase with its article, or has a verb.
-ENTRY = re.compile(r'^\s+\*{0,2}[\w*`]+(?:, [\w*`]+)*: of\b', re.IGNORECASE)
+ENTRY = re.compile(
+  r'^\s+\*{0,2}[\w*`]+(?:, [\w*`]+)*: '
+  r'(?:of|at once|between|beyond which|by which|up to which)\b',
+  re.IGNORECASE,
+)
 # So is a summary: 'Of one run.' is none.
 SUMMARY = re.compile(r'Of\b')
 # Names in code that had a private meaning, and what they are called now.
@@ -48,6 +63,7 @@ NAMES = {
 }
 
 
+@functools.cache
 def prose(path: pathlib.Path) -> list[tuple[int, str]]:
   """(line, text) of each line of docstrings and comments, or of a page."""
   text = path.read_text()
@@ -65,14 +81,34 @@ def prose(path: pathlib.Path) -> list[tuple[int, str]]:
   return found
 
 
+def continued(path: pathlib.Path) -> Iterator[tuple[int, str, int]]:
+  """(line, text with that of the next line, where this begins) of each line."""
+  lines = dict(prose(path))
+  for line, text in lines.items():
+    text = re.sub(r'`[^`]*`', '', text).rstrip()
+    yield line, f'{text} {lines.get(line + 1, "").lstrip(" #")}', len(text)
+
+
 def test_no_word_stops_a_reader():
-  """Each of `WORDS` has a standard term beside it."""
+  """Each of `WORDS` has a standard term beside it, also across lines."""
   found = []
   for path in CODE + PAGES:
-    for line, text in prose(path):
-      if match := BAD.search(re.sub(r'`[^`]*`', '', text)):
+    for line, text, end in continued(path):
+      match = BAD.search(text)
+      if match and match.start() < end:
         (better,) = {b for p, b in WORDS.items() if re.fullmatch(p, match[0], re.I)}
         found.append(f'{path.relative_to(ROOT)}:{line}: {match[0]!r}: {better}')
+  assert not found, '\n'.join(found)
+
+
+def test_subjects_come_first():
+  """`Printed are medians` makes a reader look for its subject."""
+  found = [
+    f'{path.relative_to(ROOT)}:{line}: {match[0]}'
+    for path in CODE + PAGES
+    for line, text, end in continued(path)
+    if (match := INVERTED.search(text)) and match.start() < end
+  ]
   assert not found, '\n'.join(found)
 
 
@@ -114,3 +150,6 @@ def test_the_check_finds_them():
   assert BAD.search('the workbook is told') and not BAD.search('the total')
   assert ENTRY.match('    tolerance: of |h(λ)|.') and ENTRY.match('  k, v: of layers')
   assert not ENTRY.match('    tolerance: largest |h(λ)| that counts as solved')
+  assert ENTRY.match('  connections: at once.')
+  assert INVERTED.search('Printed are medians') and not INVERTED.search('is printed')
+  assert BAD.search("is the app's doing") and not BAD.search('what it is doing')

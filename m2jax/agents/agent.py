@@ -123,7 +123,7 @@ class Outcome:
     tool_errors: number of calls that did not parse, named an unknown tool or had wrong
       arguments.
     wall_s: wall-clock seconds.
-    rewards: what single turns are paid, by completion id (`Trajectory.rewards`); `run`,
+    rewards: rewards of single turns, by completion id (`Trajectory.rewards`); `run`,
       `finish` and `Agent.reward` may add to it.
   """
 
@@ -142,7 +142,7 @@ class Agent(abc.ABC):
   """One object serves all episodes, which run concurrently in one event loop.
 
   Attributes:
-    host: for `Task.open`: what the agent needs of the sandbox's machine; None: nothing.
+    host: what the agent needs of the sandbox's machine, for `Task.open`; None: nothing.
 
   For each episode `agents.episodes` calls `prepare`, `run`, `finish` and `reward`, in
   this order, while the task's environment is open. `finish` is also called if `run` was

@@ -65,7 +65,7 @@ class BlackboxConfig(AgentConfig):
       braces are doubled. It extends and overrides `ENVIRONMENT`.
     read_only: directories of this machine that the command sees at the same path, such
       as the virtual environment of the agent. Their `bin` is in PATH.
-    port: on 127.0.0.1 in the sandbox.
+    port: port on 127.0.0.1 in the sandbox.
     relay: limits of the traffic.
     response_timeout_s: timeout of a response from the gateway.
     hints: whether the gateway gets what the command declares about its requests

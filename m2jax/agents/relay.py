@@ -5,15 +5,15 @@ network (`Sandbox.listen`), which only its commands can reach: the socket is the
 episode's identity, and the relay puts the session's key into every request, whatever
 key the client sent. It passes on the calls of a model API and nothing else of the
 gateway, such as metrics or other sessions; of a request the body and the headers that
-such an API has. Everything that a client can grow has a limit (law 9); one that is for
-a whole episode ends it.
+such an API has. Everything that a client can grow has a limit (law 9); exceeding a
+limit of the whole episode ends it.
 
-Only what the gateway did is its failure, since that masks the episode: never how long a
-client takes, reads or waits.
+A failure of the gateway masks the episode, so only what the gateway did counts as one:
+never how long a client takes, reads or waits.
 
 It does not serve over `gateway.connections`: there a client that closes its side loses
 the rest of its response, parsing answers some methods before the relay can, and bytes
-are written where no account of the episode is.
+are written without being counted for the episode.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _of_anthropic(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _of_responses(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Items: what is the model's is one message until others follow.
+  """Items: consecutive ones of the model are one message.
 
   A call of the same completion is of the same message even after results.
   """

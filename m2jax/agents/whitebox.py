@@ -101,7 +101,7 @@ class _Episode:
     tools: the task's tools, as the model sees them.
     names: their names, and those of their arguments -> the task's.
     independent: the task's tools whose calls of one turn run at the same time.
-    turn_reward: what the turn that just ended is paid; None: turns are not paid.
+    turn_reward: reward of the turn that just ended; None: turns get none.
     main: the main thread.
     started_s: start on the monotonic clock.
     outcome: the result, filled in as the episode proceeds; its messages are those of

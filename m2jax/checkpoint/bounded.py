@@ -35,7 +35,7 @@ def read_object(path: str | os.PathLike) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: no such file.
-    CorruptCheckpoint: it is none, or see `read` and `strict_json.loads`.
+    CorruptCheckpoint: it is not an object, or see `read` and `strict_json.loads`.
   """
   try:
     found = strict_json.loads(read(path))

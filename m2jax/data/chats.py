@@ -25,7 +25,7 @@ class Chat(NamedTuple):
   """A whole conversation.
 
   Attributes:
-    name: for error messages.
+    name: name in error messages.
     messages, tools: OpenAI dicts.
     trained: index of the only message that is trained; None: all of the assistant's.
     task: spec of its task, if the file has it.
@@ -226,7 +226,7 @@ def sample(tokens: Sequence[int], loss_mask: Sequence[int]) -> Sample:
     loss_mask: [S], 0 or 1. Token 0 cannot be trained: nothing predicts it.
 
   Raises:
-    ValueError: lengths differ, the mask of token 0 is true, or none is.
+    ValueError: lengths differ, the mask of token 0 is true, or no mask is.
   """
   tokens = np.asarray(tokens, np.int32)
   mask = np.asarray(loss_mask, bool)

@@ -193,7 +193,7 @@ def related_texts(vectors: np.ndarray, sizes: Sequence[int], most: int) -> Group
 
   A group starts with the first text left and continues while a text fits into `most`.
   Only the texts of a block are compared, of `_BLOCK` similar ones (`_blocks`); a group
-  goes on into the next block. The work is n · F · (_BLOCK + log n), not n² · F.
+  continues into the next block. The work is n · F · (_BLOCK + log n), not n² · F.
 
   Args:
     vectors: [n, F] unit vectors (see `vectors`).

@@ -136,13 +136,13 @@ def counts(repetition: np.ndarray, groups: np.ndarray, seed: int) -> np.ndarray:
   """Copies of each document in one epoch, ⌊r⌋ or ⌈r⌉, by systematic sampling.
 
   Args:
-    repetition: [n] r.
+    repetition: [n] r, the mean number of copies of each document.
     groups: [n] any keys; documents of a group are adjacent in the sampling order.
     seed: seed of the one random number.
 
   Returns:
-    [n] int64; over any run of a group's documents, in order, the sum differs from that
-    of r by at most one.
+    [n] int64. The copies of any consecutive documents of one group add up to the sum of
+    their r, to within one.
   """
   key = np.array([seed, 0], np.uint64)
   word = int(np.random.Philox(key=key).random_raw(1)[0])

@@ -9,8 +9,8 @@
    the workdir.
 4. `groups`: keeps the work queue full with groups of tasks (`curriculum`).
 5. `rl_loop`: takes groups, trains on them, publishes the weights, and writes the
-   checkpoints from whose ledger a restart goes on (law 5); `sample_counts` counts what
-   was generated and trained.
+   checkpoints from whose ledger a restart continues (law 5); `sample_counts` counts
+   what was generated and trained.
 6. `evaluation`: held-out tasks, after each phase.
 7. `reporting`: the report.
 

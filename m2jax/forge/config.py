@@ -170,10 +170,11 @@ class RemoteConfig:
   """How an engine in another process is used.
 
   Attributes:
-    connect_timeout_s: to establish a connection.
-    silence_timeout_s: without a byte from the engine, after which a request fails; the
-      engine gives a sign of life every `EngineServerConfig.alive_s`.
-    poll_s: between requests for its statistics, and for changes of its cached pages.
+    connect_timeout_s: time to establish a connection.
+    silence_timeout_s: time without a byte from the engine after which a request fails;
+      the engine gives a sign of life every `EngineServerConfig.alive_s`.
+    poll_s: time between requests for its statistics, and for changes of its cached
+      pages.
   """
 
   connect_timeout_s: float = 5.0
@@ -226,11 +227,12 @@ class RecordedConfig:
 
   Attributes:
     max_open: episodes at once; more get a 503.
-    idle_s: without a request for so long an episode ends as an infrastructure failure,
-      and the session of a client's own key is forgotten: its next request begins one.
+    idle_s: time without a request after which an episode ends as an infrastructure
+      failure, and the session of a client's own key is forgotten: its next request
+      begins one.
     keep_s, keep_sessions, keep_bytes: what is older, or above this number of sessions
       or of bytes of token ids, is deleted from the database, the oldest sessions first.
-    every_s: how often.
+    every_s: time between two such deletions.
   """
 
   max_open: int = 1024
@@ -250,9 +252,9 @@ class RolesConfig:
   """How the roles find each other; without effect on a run in one process.
 
   Attributes:
-    engine_urls, gateway_url: by which the other roles reach them. A port of 0 in
+    engine_urls, gateway_url: URLs at which the other roles reach them. A port of 0 in
       `engine_server` or the gateway's config is the port of the URL.
-    engine: which of the `engine_urls` the engine of this process has, from 0.
+    engine: index in `engine_urls` of the engine of this process.
     pool_url: SQLAlchemy URL of the pool's database; '' is WORKDIR/pool.db. SQLite is
       for processes of one machine. A password may be in libpq's password file instead.
     pool_outage_s: how long a role waits for a PostgreSQL server that is away.
@@ -269,7 +271,7 @@ class RolesConfig:
       engine's.
     lease_s: a group whose agents' process gives no sign of life for this long goes to
       another one.
-    poll_s: between two looks into the database, of agents and learner.
+    poll_s: time between two looks into the database, of agents and learner.
     full_every: every n-th published version is also written as a whole.
   """
 

@@ -274,12 +274,12 @@ class _Leased:
     self._thread = threading.Thread(target=self._watch, name='leases', daemon=True)
 
   def start(self, item: WorkItem) -> None:
-    """It is pending in the pool, where agents claim it."""
+    """Starts nothing: the item is pending in the pool, where agents claim it."""
     if self._thread.ident is None:
       self._thread.start()
 
   def cancel(self, index: int) -> None:
-    """Its lease no longer holds, which its agents notice."""
+    """Nothing to do: its lease has become invalid, which its agents notice."""
 
   def close(self) -> None:
     """Leaves the groups to their agents, whose reports a restart finds."""

@@ -203,7 +203,7 @@ class Tuned(NamedTuple):
   """Weights after SFT.
 
   Attributes:
-    variables: on the mesh.
+    variables: the weights, on the mesh.
     step: step of the last checkpoint.
   """
 

@@ -124,8 +124,8 @@ def open_pool(config: ForgeConfig, workdir: Path) -> DataPool:
 def claim_pool(config: ForgeConfig, workdir: Path) -> DataPool:
   """The run's pool, for the learner, whose run it must be.
 
-  Each start draws a token, for WORKDIR/pool.id and for the pool. A workdir without the
-  pool's token is one of which a copy has run since, or that copy's original.
+  Each start draws a token, for WORKDIR/pool.id and for the pool. If a workdir lacks the
+  pool's token, a copy of it, or the workdir that it was copied from, has run since.
 
   Raises:
     ValueError: `config.roles.pool_url` has the items of another run, or this workdir

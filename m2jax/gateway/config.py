@@ -26,9 +26,9 @@ class GatewayConfig:
     host, port: where to listen; port 0 chooses a free port. Beyond loopback unknown
       keys cannot be accepted.
     hosts: names by which clients may call the server besides its own, as through a
-      proxy on this machine; requests for other names get a 403. Beyond loopback all
-      addresses are its own, and all names unless some are given here; the first is in
-      the link of its trajectory page.
+      proxy on this machine; requests for other names get a 403. Beyond loopback it
+      answers to every address, and to every name unless some are given here; the first
+      is in the link of its trajectory page.
     accept_unknown_keys: whether an unregistered key opens a session; else it gets a
       401.
     unknown_key_mode: the mode of such a session, 'training' or 'evaluation'.
@@ -41,8 +41,8 @@ class GatewayConfig:
     default_max_tokens: response limit of a request without one.
     restore_reasoning: whether an assistant message that comes back without its
       reasoning gets it back in the prompt (`sessions`); else the request forks.
-    untrained_classes: classes of requests (`hints`) that are none of the task: they are
-      answered and recorded, but no loss is of them, and no later request extends them.
+    untrained_classes: classes of requests (`hints`) that are not part of the task: they
+      are answered and recorded, but get no loss, and no later request extends them.
     template_version: 'm2', or 'm2.1' for M2.1, M2.5 and M2.7: which values of arguments
       a call can express, and where one ends (`text.invokes`).
     default_system: system text of requests without one; M2's. That of M2.5 names the
@@ -59,8 +59,8 @@ class GatewayConfig:
       RFC 7541); 431.
     max_connections: above it, the connection that has been idle longest is closed, or
       the new one gets a 503.
-    header_timeout_s, body_timeout_s: for all headers of a request, from their first
-      byte or the start of the connection, and for its whole body; 408.
+    header_timeout_s, body_timeout_s: time for all headers of a request, from their
+      first byte or the start of the connection, and for its whole body; 408.
     write_timeout_s: how long a client may leave more of a response unread than fits the
       connection's buffers, before the connection is closed.
     inline_bytes: larger bodies are read in a separate process (`readers`).
@@ -71,7 +71,7 @@ class GatewayConfig:
     format_timeout_s: time to compile the schema of a response_format; 400.
     keep_alive_s: how long an idle connection stays open; longer than a tool call, so
       that agents keep their connections.
-    ping_s: a stream without an event for this long gets an event of no meaning, so that
+    ping_s: a stream without an event for this long gets a keep-alive event, so that
       clients and proxies do not close it (Claude Code does after 300 s).
     stop_timeout_s: time that `stop` gives requests in flight.
   """

@@ -56,7 +56,7 @@ def parse(text: str) -> dict[str, int]:
   """`Counters.as_dict` of an exposition.
 
   Raises:
-    ValueError: it is none.
+    ValueError: the text is not an exposition.
   """
   lines = (line for line in text.splitlines() if line and not line.startswith('#'))
   parts = [line.rpartition(' ') for line in lines]

@@ -5,10 +5,10 @@ up to each other in every dialect.
 
 A stop string ends the response when it appears in the content: in what the client sees,
 not in the reasoning or the calls. The tokens up to the one that completes it are the
-response; the text of the content ends before it. The engine knows no strings, so that
-it may draw a few tokens more before it is cancelled: these are dropped, unrecorded.
-Each token that is kept was sampled from the policy's distribution, so that training
-sessions honour stop strings, as they do a limit of tokens.
+response; the text of the content ends before it. The engine does not search for
+strings, so it may draw a few more tokens before it is cancelled; these are dropped,
+unrecorded. Each token that is kept was sampled from the policy's distribution, so
+training sessions honour stop strings, as they do a token limit.
 
 A tool of the type CUSTOM takes one text, its argument CUSTOM_INPUT, by whatever name
 the model calls it: the client gets that, and gives it back.

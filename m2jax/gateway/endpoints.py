@@ -73,7 +73,7 @@ class Endpoint:
     """Sends the response; returns its status.
 
     Args:
-      submitted: to be awaited when the reading is no longer needed.
+      submitted: called and awaited when the reading is no longer needed.
     """
     raise NotImplementedError
 

@@ -14,10 +14,10 @@ class ApiError(Exception):
 
   Attributes:
     status: HTTP status.
-    message: for people: what is wrong, where, and what to do.
+    message: text for people: what is wrong, where, and what to do.
     type: OpenAI's error class, e.g. 'invalid_request_error'.
     param: path of the field, e.g. 'messages[2].role'.
-    code: for programs, e.g. 'context_length_exceeded'.
+    code: code for programs, e.g. 'context_length_exceeded'.
   """
 
   def __init__(

@@ -21,8 +21,8 @@ LOOPBACK = '127.0.0.1', 'localhost', '[::1]'
 def check(given: str, names: Collection[str], addresses: bool = False) -> None:
   """Raises ApiError unless a Host header is one of `names`, at any port.
 
-  `addresses`: whether any IP address will do. No page of another site has one as its
-  name that leads here.
+  `addresses`: whether any IP address is accepted. A page of another site cannot have an
+  address that leads here as its name.
   """
   name, colon, port = given.rpartition(':')
   if not colon or not port.isdigit():

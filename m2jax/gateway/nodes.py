@@ -32,7 +32,7 @@ class Node:
       the answer (`History`).
     new_ids: token ids of prompt and response after the parent's.
     messages, tokens: length of the whole conversation.
-    key: for finding the completions with the same messages and answer, whatever the
+    key: key that completions with the same messages and answer share, whatever the
       answer's reasoning and the tools.
     prompt: digest of tools and messages without the answer.
   """

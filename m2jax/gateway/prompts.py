@@ -124,7 +124,7 @@ def plan(
   Args:
     restore: whether reasoning that the client dropped is restored; never where the
       client says that it has edited its context.
-    untrained: classes of requests that are none of the task.
+    untrained: classes of requests that are not part of the task.
   """
   history, tools, hints = request.history, request.tools_digest, request.hints
   if hints.request_class in untrained:

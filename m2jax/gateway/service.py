@@ -48,7 +48,7 @@ class ChatService:
   Attributes:
     config, tokenizer, sessions: as passed. counters: of this service.
     context_tokens: size of the engine's context.
-    view_key: what /metrics needs beyond loopback; '': nothing will do.
+    view_key: key that /metrics needs beyond loopback; '': no key is accepted.
   """
 
   def __init__(

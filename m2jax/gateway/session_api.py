@@ -5,9 +5,9 @@
 - DELETE /v1/sessions {"key": KEY}: 200, also if it is not open.
 
 Both need `Authorization: Bearer SECRET`, which allows nothing else. KEY is in no URL,
-since these are logged. Sessions are in memory: a
-gateway that restarts has none, so that no session can go on with part of its history.
-One whose process has ended without closing it is closed at an age.
+since these are logged. Sessions are in memory: a restarted gateway has none, so no
+session can continue with part of its history. A session whose process ended without
+closing it is closed at `max_age_s`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Session:
   """The mode and the recorded completions of an API key, for the gateway's loop only.
 
   Attributes:
-    name: in records; not a secret.
+    name: the session's name in records; not a secret.
     digest: digest of its key (`Sessions.digest`).
     mode: 'training' (sampling fields are overridden) or 'evaluation'.
     opened: whether the key was registered; otherwise a client chose it.

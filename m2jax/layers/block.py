@@ -30,8 +30,8 @@ class Routing(NamedTuple):
   Attributes:
     ids: experts used, of all tokens of the device.
     load: assignments of its part of them, counted with multiplicity; None without.
-    rerouted: for all tokens of the device, whether a replay uses other experts than the
-      router would choose; None without a replay.
+    rerouted: whether a replay uses other experts than the router would choose, for each
+      token of the device; None without a replay.
   """
 
   ids: Int[Array, 'T k']

@@ -39,7 +39,7 @@ def experts(
   """Same contract as `experts.apply`, with `fused` matrices.
 
   Args:
-    num_experts: the layer's number of experts, if E are only this device's.
+    num_experts: number of experts of the layer, if E counts only this device's.
   """
   (T, k), E = ids.shape, len(down)
   rows = _rows(T, k, num_experts or E)

@@ -4,7 +4,7 @@ Each device sorts its A assignments by expert, hence by device, and sends every 
 only its rows. A router may send all tokens to one device, so a buffer for every routing
 would have n·T·min(k, El) rows. Here a device's rows form a queue, by sender, and round
 r exchanges rows r·C … (r + 1)·C - 1 of every queue: the rows are sent, the experts run
-on them, and the results return. Rounds go on until the longest queue is empty: one
+on them, and the results return. Rounds continue until the longest queue is empty: one
 round if no device gets more than C rows, and exact for every routing. All devices
 compute the number of rounds from the same counts.
 

@@ -32,7 +32,7 @@ def apply(
   down: Float[Array, 'E F D'] | Blocks,
   matmuls: Matmuls = PLAIN,
 ) -> Float[Array, 'T D']:
-  """Σ_k w_k · expert_k(x): `tiled.experts` where lowered for a CPU, else `grouped`.
+  """Σ_k w_k · expert_k(x): `tiled.experts` for a CPU target, else `grouped`.
 
   An id of E is an expert of another device: it adds nothing and gets no gradient.
   """

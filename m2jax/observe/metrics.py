@@ -51,7 +51,7 @@ Listener = Callable[[Record], None]
 
 
 class MetricsError(ValueError):
-  """`metrics.jsonl` cannot be read; the message names the line and what to do."""
+  """`metrics.jsonl` cannot be read; the message names the line and says what to do."""
 
 
 class MetricsWriter:

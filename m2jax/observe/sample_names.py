@@ -35,7 +35,7 @@ def name(kind: str, quantity: str, label: str) -> str:
 
 
 def label(quantity: str, value: float) -> str:
-  """The bin of a value: its lower edge."""
+  """Name of the bin that contains the value: the bin's lower edge."""
   lowest = QUANTITIES[quantity][2]
   if value < lowest:
     return '0'

@@ -60,7 +60,7 @@ def drawn(
 
 
 def _labels(quantity: str, found: set[str]) -> list[str]:
-  """The bins to show: edges without gaps, then those that are none of ours."""
+  """The bins to show: edges without gaps, then labels that are not edges."""
   if quantity == 'outcome':
     known = [x for x in sample_names.OUTCOMES if x in found]
     return [*known, *sorted(found - set(known))]

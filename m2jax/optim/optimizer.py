@@ -171,7 +171,7 @@ def initializer(
   config: OptimizerConfig, model: ModelConfig, sharding: Sharding = ONE_DEVICE
 ) -> Callable[[Any], Any]:
   """Random parameters → those that training starts from: on the sphere, where a rule
-  has one. Weights that were trained are not for it."""
+  has one. Not for trained weights."""
   matrices, rules = _matrices(model, sharding), rules_in_use(config)
 
   def initialize(params):

@@ -56,7 +56,7 @@ def top(
   Args:
     w: the matrix.
     right: where to start, of any length but 0; the previous step's result is near.
-    iterations: at least 1.
+    iterations: number of iterations, at least 1.
   """
 
   def improve(_, right):

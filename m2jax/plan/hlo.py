@@ -69,7 +69,7 @@ class Instruction:
   """One line.
 
   Attributes:
-    name, opcode: without the percent sign.
+    name, opcode: text without the percent sign.
     arrays: the result's arrays; a tuple's in order.
     operands: names.
     attributes: the rest of the line.
@@ -244,9 +244,9 @@ def walk(module: Module) -> Iterator[Execution]:
 def inner(module: Module, line: Instruction) -> list[Instruction]:
   """Instructions of the computations that a fusion or an asynchronous call runs.
 
-  A call names its computation `to_apply`, as a reduction names its operator: only of
-  calls is it what runs. A synchronous `call` runs line by line (see `walk`): it has
-  nothing inside.
+  A call names its computation with `to_apply`, as a reduction names its operator; only
+  for calls does that computation count. A synchronous `call` runs line by line (see
+  `walk`), so nothing is inside it.
   """
   return [] if line.opcode == 'call' else _inside(module, line)
 

@@ -48,7 +48,7 @@ class Topology:
 def check_version(version: str) -> None:
   """Raises ValueError if jax's extra `tpu` pins libtpu to other versions than this.
 
-  Another one compiles, and may crash while the program's text is read.
+  Another version compiles too, but may crash while the program's text is read.
   """
   for needed in importlib.metadata.requires('jax') or ():
     pin = re.match(r'libtpu==([\d.*]+)', needed)
@@ -63,8 +63,8 @@ def load(name: str) -> Topology:
   """The slice `name`: generation and shape in chips, such as 'v5p:8x8x8'.
 
   Raises:
-    ValueError: libtpu is missing, of another version than jax needs, or knows no such
-      slice.
+    ValueError: libtpu is missing, of another version than jax needs, or does not
+      support the slice.
   """
   if importlib.util.find_spec('libtpu') is None:
     raise ValueError(

@@ -82,7 +82,7 @@ def load(database: Database, source: Iterable[str | bytes]) -> int:
   """Reads the lines of a pool into an empty database; returns their number.
 
   Raises:
-    ValueError: the database has items or trajectories, or a line is none of a pool;
+    ValueError: the database has items or trajectories, or a line is not of a pool;
       names the line. Nothing is stored then.
   """
   with database.transaction() as connection:

@@ -3,7 +3,7 @@
 Functions on the writing connection, one transaction each (`data_pool`). The queue's
 process alone changes states of items; others claim pending ones and report:
 
-  claim      an item gets a lease, a token that nobody else has
+  claim      an item gets a lease, a unique token
   heartbeat  the holder counts up; a lease that is gone has to be given up
   report     the trajectories of the group and how it ended; only under the lease
   reissue    by the queue's process, which sees that a lease no longer counts up, or a

@@ -218,7 +218,7 @@ def rollback(
 
 
 def _complete_reported(connection: sa.Connection) -> None:
-  """Completes items whose groups other processes reported while nobody was there."""
+  """Completes items whose groups were reported while no learner was running."""
   i = tables.items.c
   reported = sa.select(i.index).where(i.state == 'pending', i.report == '')
   lineage = lineages(connection).current

@@ -189,7 +189,7 @@ def array(values: Any, name: str, where: str = '') -> np.ndarray:
     where: the place of the values, for the message; '' is the name.
 
   Raises:
-    ValueError: it is none, or has numbers that the field cannot have.
+    ValueError: it is not a list of numbers, or has some that the field cannot have.
   """
   low, high, dtype = _RANGES[name]
   try:
@@ -205,7 +205,7 @@ def array(values: Any, name: str, where: str = '') -> np.ndarray:
 
 
 def checked_messages(found: Any) -> tuple[dict, ...]:
-  """The messages of a trajectory of others. Raises ValueError if they are none."""
+  """The messages of a foreign trajectory. Raises ValueError for anything else."""
   if not isinstance(found, list) or not all(isinstance(m, dict) for m in found):
     raise ValueError('messages: must be a list of objects')
   return tuple(found)

@@ -42,7 +42,7 @@ BASELINES = ('mean', 'leave_one_out', 'none')
 BASELINE_OVERS = ('trajectory', 'turn')
 NORMALISE = ('none', 'group', 'batch')
 SPEED_UNITS = ('wall', 'work', 'turns', 'tool_calls')
-UNTRAINED = ('auxiliary', 'compaction')  # fork reasons: the request is none of the task
+UNTRAINED = ('auxiliary', 'compaction')  # fork reasons of requests outside the task
 
 # Trajectories, each with its completions, as the data pool returns a rollout group.
 Group = Sequence[tuple[records.Trajectory, Sequence[records.Completion]]]
@@ -285,7 +285,7 @@ def acted(
 ) -> tuple[records.Completion, ...]:
   """The completions of a session that its agent acted on, in order of turn.
 
-  Excluded are completions that were cancelled or are empty, those of requests that the
+  Excludes completions that were cancelled or are empty, those of requests that the
   agent declared auxiliary (a title) or a compaction, and those that it sampled again
   and did not use. Completions with a turn reward were used. Agents do not report the
   others; this rule infers them:

@@ -22,7 +22,7 @@ class MeshConfig:
 
   Attributes:
     data, fsdp, context, expert, tensor: see `m2jax.sharding`; their product is the
-      number of devices. One may be -1: what the others leave of them.
+      number of devices. One may be -1: all devices that the others leave.
     rules: name of a preset.
     gradient_dtype: see `Rules`.
   """

@@ -242,8 +242,8 @@ def _until_stable(
   Args:
     config: the rule.
     variables: weights to start from.
-    train: up to a step, from variables, or resumed.
-    measure: the loss, which it records.
+    train: trains up to a step, from variables or resumed.
+    measure: measures the loss and records it.
     known: step → loss that an earlier process recorded, so that a restart decides as
       that process did. A round's checkpoint is on disk before its loss is recorded.
   """

@@ -147,7 +147,7 @@ def _make_trainer(
 
 
 def step_config(config: PretrainConfig, stage: Stage, values: Settings) -> StepConfig:
-  """What a step of a stage is made for."""
+  """Settings of a step in this stage, at these values of its schedule."""
   return dataclasses.replace(
     config.step, micro_rows=config.micro_rows(stage), **values._asdict()
   )

@@ -22,7 +22,7 @@ _requested = False
 
 
 def on_signal(number, frame) -> None:
-  """The handler of SIGTERM."""
+  """Handles SIGTERM: requests an end; interrupts at once if repeated or undeferred."""
   del number, frame
   again = _requested
   request()

@@ -174,7 +174,7 @@ def keep_tokenizer(
 
 
 def differences(old: Any, new: Any, path: str = '') -> Iterator[tuple[str, Any, Any]]:
-  """(dotted name, old value, new value) of every leaf in which two mappings differ."""
+  """Yields (dotted name, old value, new value) of each leaf that differs."""
   if isinstance(old, dict) and isinstance(new, dict):
     for key in sorted(old.keys() | new.keys()):
       name = f'{path}.{key}' if path else key

@@ -32,7 +32,7 @@ _PAGE = """\
 class Criterion:
   """Attributes:
   id: short name, unique in its app.
-  text: what must hold.
+  text: what must be true.
   steps: see verifier/steps.py; their inputs are unknown to the agent.
   files: path in the app → text of data files that replace the given ones.
   """

@@ -40,9 +40,10 @@ _PLACEHOLDERS = ('TEXT', 'NAME')
 
 
 def unnamed(app: app_lib.App) -> list[str]:
-  """Names of controls and test ids in the steps that the instruction does not say.
+  """Names of controls and test ids in the steps that the instruction does not mention.
 
-  What the verifier types, or the data have, is not named: it is unknown to the agent.
+  Values that the verifier types or that are in its data need no mention: the agent must
+  not know them.
   """
   said = app.instruction()
   own = _inputs(app)

@@ -1,8 +1,8 @@
 """Deep search: multi-hop questions over a real corpus, with tools and evidence.
 
 The agent searches (BM25), opens and finds in a library; the answer counts only with the
-passages that it rests on. facts/pipelines.md §5; docs/pipelines.md. A task's
-source is its corpus, so a held-out corpus is never trained on.
+passages that support it. facts/pipelines.md §5; docs/pipelines.md. A task's source is
+its corpus, so a held-out corpus is never trained on.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _messages(text: str):
 
 def _keeps(text: str, question: questions.Question) -> bool:
   """Whether a rewritten question has all words, enough of each clue to search for it,
-  and does not tell the answer."""
+  and does not reveal the answer."""
   kept = all(f'"{word}"' in text for word in question.words)
   kept &= all(questions.shared(clue, text) >= _LEAST_SHARED for clue in question.starts)
   return kept and not any(a.casefold() in text.casefold() for a in question.answers)

@@ -21,7 +21,7 @@ def normal(text):
 
 
 def _once(pairs):
-  """An object whose keys are there once: two answers are none."""
+  """An object without duplicate keys: two answers count as none."""
   found = dict(pairs)
   if len(found) != len(pairs):
     raise ValueError('a key is repeated')

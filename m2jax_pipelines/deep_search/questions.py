@@ -7,8 +7,8 @@
 
 A clue is a sentence of the passage without its names: titles, links, capitalised words
 and numbers are replaced. Every step has exactly one result, by a check over the whole
-corpus. `lazy` lists what an agent finds that does not follow links; if the answer is
-among it, there is no question.
+corpus. `lazy` lists what an agent finds without following links; if that includes the
+answer, the question is dropped.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `SLIDE` and `CHART` have what python-pptx writes for text, pictures and plain charts
 (ISO/IEC 29500-1: PresentationML 19, DrawingML 21.1, charts 21.2); `wrong` names the
 first thing that they do not have. A value is a pattern or the lowest and the highest
-number. An attribute with '!' must be there, as many of charts are true by default.
-Lengths are in EMU, sizes and spacing in hundredths of a point, shares in thousandths of
-a percent, angles in 60,000ths of a degree.
+number. An attribute with '!' is required, since many attributes of charts are true by
+default. Lengths are in EMU, sizes and spacing in hundredths of a point, shares in
+thousandths of a percent, angles in 60,000ths of a degree.
 """
 
 import re

@@ -21,7 +21,7 @@ _INSIDE = ('ctr', 'inEnd', 'inBase')
 
 
 def wrong(slide, shape, deck, wanted, least):
-  """A chart shows its data: large, on plain axes, with no text that says others."""
+  """A chart shows its data: large, on plain axes, with no text that contradicts it."""
   root, values = shape.chart._chartSpace, wanted['values']
   if shape.width * shape.height < MIN_SHARE * deck.slide_width * deck.slide_height:
     return 'the chart is small'

@@ -1,4 +1,4 @@
-"""Where the text of a deck is: in which order, and whether it has room in its shape.
+"""Where the text of a deck is: in which order, and whether it fits its shape.
 
 Widths are estimated by three classes of characters, and lines are broken between words.
 """

@@ -195,7 +195,7 @@ def main():
   sys.path.insert(0, os.environ.get('M2JAX_SITE') or sysconfig.get_path('purelib'))
   with open(os.path.join(TESTS, 'spec.json'), encoding='utf-8') as file:
     spec = json.load(file)
-  import pptx  # noqa: F401  What fails from here on is the deck's doing.
+  import pptx  # noqa: F401  What fails from here on counts against the deck.
 
   print('m2jax: ready', flush=True)
   tree, data = os.environ.get('M2JAX_TREE', '/workspace'), None

@@ -1,4 +1,4 @@
-"""The parts of a deck: which there may be, and how they may refer to each other.
+"""The parts that a deck may have, and how they may refer to each other.
 
 Slides and charts follow the lists in `allowed`. Everything that slides inherit from is
 that of python-pptx's default template: layouts, master, theme, and all of

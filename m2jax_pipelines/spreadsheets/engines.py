@@ -52,7 +52,7 @@ def libreoffice(paths, cells):
   """Recalculates with LibreOffice, which writes copies with values.
 
   Raises:
-    EngineFailed: it did not, twice.
+    EngineFailed: it failed twice.
   """
   import openpyxl
 

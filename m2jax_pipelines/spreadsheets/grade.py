@@ -225,7 +225,7 @@ def main():
   with open(os.path.join(TESTS, 'cases.json'), encoding='utf-8') as file:
     spec = json.load(file)
   import engines
-  import formulas  # noqa: F401  What fails from here on is the workbook's doing.
+  import formulas  # noqa: F401  What fails from here on counts against the workbook.
 
   missing = [e for e in spec['engines'] if e not in engines.available()]
   logs = os.environ.get('M2JAX_LOGS', '/logs/verifier')

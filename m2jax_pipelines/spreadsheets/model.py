@@ -23,7 +23,7 @@ class Wanted:
   """A required cell.
 
   Attributes:
-    text: what it must hold, in words.
+    text: description of what it must contain.
     formula: the right formula.
     wrong: wrong formulas, beside those that `mutants` derives.
     equal: derived formulas that give the same values, whatever the inputs.

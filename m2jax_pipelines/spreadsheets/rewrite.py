@@ -1,9 +1,10 @@
 """Rewrites formulas that the package `formulas` misreads or reads slowly; same meaning.
 
 It drops a pair of signs, as in `--(A1:A9="x")`, which makes numbers of truth values, so
-signs get parentheses: `-(-(A1:A9="x"))`. It reads each of a million cells of a whole
-column, so those end one row after the last that is used: one is left to be counted by a
-formula that is wrong about empty cells. It knows no space between a function and `(`.
+signs get parentheses: `-(-(A1:A9="x"))`. It reads each of the million cells of a whole
+column, so columns are cut one row after the last used one: the extra row exposes
+formulas that are wrong about empty cells. It does not parse a space between a function
+and `(`.
 """
 
 import re

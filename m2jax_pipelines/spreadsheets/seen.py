@@ -65,7 +65,7 @@ def _sheet(sheet):
 
 
 def _place(sheet, found):
-  """Rows and columns are there, and large enough."""
+  """'' if row and column are shown and large enough, or what is wrong."""
   row, size = sheet.row_dimensions[found.row], sheet.sheet_format
   height = size.defaultRowHeight if row.height is None else row.height
   widths = []

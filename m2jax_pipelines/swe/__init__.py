@@ -24,9 +24,10 @@ _AHEAD = 2
 
 
 async def candidates(config: Config, context: Context) -> AsyncIterator[Candidate]:
-  """Candidates of all packages in turns, each package's real changes first.
+  """Candidates of all packages in rotation, each package's real changes first.
 
-  Those of the next `_AHEAD` turns are made while the caller tries those of one.
+  Candidates of the next `_AHEAD` turns are made while the caller tries the current
+  ones.
   """
   waiting = collections.deque(
     (collect.name_of(name), _package(name, config, context)) for name in config.packages

@@ -1,7 +1,7 @@
 """Keeps a process from starting others, by a filter of its system calls (seccomp).
 
 In Python 3.11 to 3.13, C code starts processes without an audit event (guards.py), and
-what such a process reads or computes is seen by nothing. Threads are not kept back.
+no guard sees what such a process reads or computes. Threads are not blocked.
 
 Filter: Linux, Documentation/userspace-api/seccomp_filter.rst. Standard library only:
 the file is copied into each task.

@@ -1,8 +1,8 @@
 """Stage 1, collect: source distributions, by pip, with hash and licence.
 
-Nothing of a package is run here, not even its build backend (download.py). Nothing of
-them is part of this repository: they come from the registry at run time, and a record
-of each task has name, version, sha256 and licence.
+No code of a package runs here, not even its build backend (download.py). No package is
+part of this repository: they come from the registry at run time, and each task records
+name, version, sha256 and licence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEPT = re.compile(r'\.(py|pyi|txt|cfg|toml|ini|md|rst|json|sql|html|yaml|yml|cs
 
 
 class CollectError(Exception):
-  """A package cannot be had, or is not usable; the message says why."""
+  """A package is unavailable or unusable; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Downloads a source distribution with pip's own finder and session, and runs none.
+"""Downloads a source distribution with pip's finder and session; runs no code of it.
 
     python download.py NAME==VERSION DIRECTORY LIMIT_BYTES
 
 `pip download` builds the metadata of a source distribution, which runs its build
-backend here. This takes from pip where packages are (its configuration, indexes,
+backend here. This program asks pip where packages are (its configuration, indexes,
 certificates and proxies), checks the hash that the index states, and stops there.
 """
 
@@ -40,7 +40,7 @@ def main(requirement, directory, limit_bytes):
 
 
 def content(session, url, limit_bytes):
-  """Bytes at a URL, of which no more are read than may be."""
+  """The bytes at a URL, read up to the limit."""
   plain = {'Accept-Encoding': 'identity'}
   answer = session.get(url, headers=plain, stream=True)
   answer.raise_for_status()

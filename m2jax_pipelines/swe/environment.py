@@ -54,7 +54,7 @@ class Environment:
   Attributes:
     source: the release.
     site: directory in sites/.
-    requirements: what is installed there.
+    requirements: the distributions installed there.
     roots: directories of the tree from which it is imported.
     code: pattern of the package's own sources (`compose`).
     files: test files.

@@ -126,10 +126,11 @@ def _right(config, test, results):
 def written_test(config, tree):
   """SWE-Test: the agent's test passes on the right source and fails on the bug.
 
-  Each variant is also tried printed anew from its syntax tree, with statements that do
-  nothing, so that a test that compares text, tree or bytecode of the source, not what
-  it does, is wrong on one of them; all texts have one length. It must also fail on the
-  third variant (third.py), whose results are neither right nor those of the bug.
+  Each variant is also tried in a second form, printed from its syntax tree with no-op
+  statements added: a test that compares the source's text, tree or bytecode instead of
+  its behaviour is wrong on one of the two. All texts have the same length. It must also
+  fail on the third variant (third.py), whose results are neither right nor those of the
+  bug.
   """
   import copies
   import variants
@@ -179,7 +180,7 @@ def review(config, tree):
 def performance(config, tree):
   """P2P once, and a stable and significant difference in the time of some tests.
 
-  Slow and changed sources run in turns, so that both see the same load.
+  Slow and changed sources run alternately, so that both see the same load.
   """
   _refuse_reaching(config, tree)
   results = _with_canaries(config, tree, config['p2p'], strict=True)
@@ -220,10 +221,11 @@ def _in_turns(config, tree):
 
 
 def moved(work):
-  """Whether in three of four pairs the rest of a run takes half of the gain longer.
+  """Whether the rest of a run grows by half of the gain in three of four pairs.
 
-  `work`: [(slow, changed), …], both (CPU seconds of the timed tests, of the whole run):
-  imports and the collection of garbage too. The load changes both little.
+  `work`: [(slow, changed), …], each (CPU seconds of the timed tests, CPU seconds of the
+  whole run, with imports and garbage collection). The machine's load changes both
+  little.
   """
   gain = statistics.median(a[0] - b[0] for a, b in work)
   more = sorted((b[1] - b[0]) - (a[1] - a[0]) for a, b in work)

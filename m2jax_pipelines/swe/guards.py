@@ -3,9 +3,10 @@
 `watch` is an audit hook (PEP 578), which Python code can neither see nor remove. Each
 way to another function's variables begins with a frame, with all objects of the process
 or with its memory, and each of these raises an audit event: `sys._getframe`,
-`tb_frame`, `gi_frame`, `gc.get_objects`, `open`, …. pytest may, while it runs nobody's
-code; tests and the code under test, and pytest on their behalf, may only what they do
-with the right sources (`audited`), as far as function and place are the same.
+`tb_frame`, `gi_frame`, `gc.get_objects`, `open`, …. pytest may raise them while it runs
+no other code. Tests, the code under test, and pytest on their behalf may raise only the
+events that they raise with the right sources (`audited`), from the same function and
+place.
 
 A file is known by its device and inode, so that links, relative paths, other types of
 paths and directory descriptors lead to the same answer.
@@ -75,8 +76,8 @@ if sys.version_info < (3, 12):  # later they ask for a module's name instead
 def watch(trusted, tree, tests, found):
   """Calls `found(key)` before each event that neither pytest nor Python needs.
 
-  Compiled files of modules are not read from here on, since they say themselves of
-  which file their code is.
+  Compiled module files are not read from here on, since they themselves name the file
+  that their code is from.
 
   Args:
     trusted: directories and files of pytest and of the harness, which called this.

@@ -3,7 +3,7 @@
 A request is a JSON line on standard input; results are lines `NONCE JSON` on standard
 output. The nonce is only in the request: what tested code prints counts for nothing,
 and the file descriptors that it sees as 1 and 2 are closed. The code under test shares
-this process, as under every pytest, so that it is looked for interference:
+this process, as always under pytest, so the harness looks for interference:
 
 - two tests of random names that must fail and one that must pass are among the tests;
 - functions and classes of pytest, unittest, builtins, … stay the same (snapshot.py),

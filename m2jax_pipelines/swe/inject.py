@@ -41,7 +41,7 @@ def sites(
 ) -> list[tuple[Mutation, list[str]]]:
   """Mutations of functions that tests call, with those tests.
 
-  In turns over functions, so that a few tasks are of many functions.
+  Rotates over functions, so that even a few tasks cover many functions.
   """
   by_function: dict[tuple, list[tuple[Mutation, list[str]]]] = {}
   rng = random.Random(f'{env.source.name}/{env.source.version}/{seed}')

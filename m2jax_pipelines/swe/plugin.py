@@ -2,11 +2,11 @@
 
 It compares functions (snapshot.py) and reports audit events (guards.py), see
 harness.py. Code under test could replace a function of pytest for one call, and take
-its arguments. Therefore the comparison follows whatever has run such code, before
-pytest goes on: imports of tests, functions of tests and fixtures, and the phases of a
-test. Nor does pytest get objects that run code later: exceptions of tests are kept, and
-plain ones raised instead; what fixtures returned is dropped; garbage is collected
-between tests.
+its arguments. Therefore functions are compared after everything that ran such code,
+before pytest continues: imports of tests, functions of tests and fixtures, and the
+phases of a test. Nor does pytest get objects that run code later: exceptions of tests
+are kept, and plain ones raised instead; what fixtures returned is dropped; garbage is
+collected between tests.
 
 `Profile` notes which functions each test calls.
 

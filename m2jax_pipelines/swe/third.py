@@ -1,11 +1,11 @@
 """A third variant of a function: wrong where the bug is, but not as the bug is.
 
 A test that lists the bug's results and asserts that they are not returned distinguishes
-the bug from the right source, but knows no right result. The third variant returns the
-right result where both agree, and elsewhere a third value like the bug's: it raises
-where the bug does, a number is further off, a text differs in one letter. A test of the
-right results, or of a property that they have and the bug's lack, fails on it; one of
-wrong results passes.
+the bug from the right source without knowing the right result. The third variant
+returns the right result where both agree, and elsewhere a third value like the bug's:
+it raises where the bug does, a number is further off, a text differs in one letter. A
+test of the right results, or of a property that they have and the bug's lack, fails on
+it; one of wrong results passes.
 """
 
 from __future__ import annotations

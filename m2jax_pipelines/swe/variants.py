@@ -14,7 +14,7 @@ def source(texts, name):
 
 
 def printed(text):
-  """A source that does the same, in other words each time."""
+  """A source with the same behaviour, worded differently each time."""
   tree = ast.parse(text)
   for node in ast.walk(tree):
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

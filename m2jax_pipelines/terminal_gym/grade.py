@@ -130,7 +130,7 @@ def judge(expected, listing, read, runs):
 
 
 def load(variable):
-  """The value of a JSON file that an environment variable names; {} if it is none."""
+  """The value of a JSON file that an environment variable names; {} without one."""
   path = os.environ.get(variable, '')
   if not os.path.exists(path):
     return {}

@@ -116,7 +116,7 @@ def load(document: Document, directory: Path) -> tuple[list[Seed], dict]:
   """The kept seeds of a document, and counts of what the rules did.
 
   Raises:
-    SourceMissing: the package cannot be had.
+    SourceMissing: the package is unavailable.
   """
   path, source = installed.debian(document.package, document.path, directory)
   kept, counts = [], dict.fromkeys(('items', 'length', 'A', 'B', 'C', 'D'), 0)

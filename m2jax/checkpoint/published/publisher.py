@@ -34,8 +34,8 @@ class Published:
     raw_bytes: size of the arrays.
     whole_bytes: size of the files of the whole version; 0 if it was not written.
     delta_bytes: size of the files of the difference; 0 if there is none.
-    values: by dtype [values, changed values, compressed bytes of the difference]; empty
-      if there is none.
+    values: dtype → [values, changed values, compressed bytes of the difference]; empty
+      if there is no difference.
     seconds: time that it took.
   """
 

@@ -207,7 +207,7 @@ class Reader:
     """Applies the differences that one process has written.
 
     Args:
-      own: leaves whose values nobody else has, so that they may change.
+      own: leaves whose values are not shared and may be changed in place.
     """
     serial = content['serial']
     index = layout.read_file(self._root, content, f'{stem}.json')

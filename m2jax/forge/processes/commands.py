@@ -49,7 +49,7 @@ class Commands:
 
     Args:
       do: a case of `follow`.
-      arrays: by name.
+      arrays: name → array.
       **fields: JSON-able.
 
     Raises:

@@ -142,7 +142,7 @@ def follow(engine: Engine, weights: Callable[[int], Any], commands: Commands) ->
   Args:
     engine: an engine with the same sizes and mesh.
     weights: this process's weights of a number of process 0's `Numbers`.
-    commands: from process 0.
+    commands: the channel from process 0.
 
   Raises:
     Stopped: process 0 stopped before its end, or a call failed; gives the reason.

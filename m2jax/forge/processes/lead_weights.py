@@ -1,9 +1,9 @@
 """Published weights for an engine of several processes, which all read each version.
 
-Process 0 finds the versions. Of each it has the other processes read their parts,
-beside its own and while all decode, and waits until every process has: a version that
-one of them cannot read is one that nobody serves. The engine's thread then exchanges
-the weights in all processes by the number of that reading (`lead_engine`).
+Process 0 finds the versions. For each, it has all processes read their parts while they
+decode, and waits until every process has: a version that one process cannot read is
+served by none. The engine's thread then exchanges the weights in all processes by the
+number of that reading (`lead_engine`).
 """
 
 from __future__ import annotations

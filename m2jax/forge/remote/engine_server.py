@@ -39,7 +39,7 @@ class EngineServer:
     """Prepares the server.
 
     Args:
-      scheduler: what serves the requests; has been started.
+      scheduler: serves the requests; has been started.
       key: the shared secret; '' needs none.
 
     Raises:

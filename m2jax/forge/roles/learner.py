@@ -34,7 +34,7 @@ class PublishedWeights:
   """The engine as the learner sees it: takes weights, gives statistics.
 
   Attributes:
-    alive, stopped_reason: an engine elsewhere may always come back.
+    alive, stopped_reason: always alive, as an engine elsewhere may return at any time.
   """
 
   alive, stopped_reason = True, None

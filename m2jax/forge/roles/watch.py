@@ -31,7 +31,7 @@ class Page:
       pool_url: its pool; '' is the database in the workdir.
       key: that the page's API needs; '' is the one in WORKDIR/keys/view, which is made
         if it does not exist.
-      names: by which other machines reach the gateway, besides its `hosts`.
+      names: names by which other machines reach the gateway, besides its `hosts`.
     """
     self._run = Run(workdir, pool_url)
     self._key = key or shared.make_key(workdir, shared.VIEW)

@@ -110,7 +110,7 @@ class Stream:
     raise NotImplementedError
 
   def ping(self) -> str:
-    """An event of no meaning, sent when there was none for some time."""
+    """A keep-alive event, sent when there was no event for some time."""
     return ': ping\n\n'
 
   def _events(

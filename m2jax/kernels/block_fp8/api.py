@@ -77,5 +77,5 @@ def operand(w: Array | Blocks, dtype, matmuls: Matmuls) -> Array | Blocks:
 
 
 def _of_stored(matmuls: Matmuls) -> Matmuls:
-  """The scales of stored weights are what they are."""
+  """The settings for stored weights, whose scales need not be powers of two."""
   return dataclasses.replace(matmuls, power_of_two=False)

@@ -42,7 +42,7 @@ PRODUCTS = {'reference': reference.product, 'native': native.product}
 
 
 def product(a: Blocks, b: Blocks, how: Matmuls, dtype, implementation: str | None):
-  """a·b; None is 'native' where lowered for a GPU, and 'reference' elsewhere."""
+  """a·b; None is 'native' if the target platform is a GPU, else 'reference'."""
   call = lambda name: lambda a, b: PRODUCTS[name](a, b, how, dtype)
   if implementation is None:
     return platforms.dependent(a, b, cuda=call('native'), default=call('reference'))

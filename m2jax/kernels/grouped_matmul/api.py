@@ -36,8 +36,8 @@ def matmul(
     lhs: rows sorted by group.
     rhs: the groups' matrices.
     group_sizes: rows of each group, int32; sum at most T.
-    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
-      lowered for, or `lax.ragged_dot` where that does not support these tensors.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the target
+      platform, or `lax.ragged_dot` where that does not support these tensors.
 
   Returns:
     In lhs's dtype. Rows past the sum of the sizes are 0 and get no gradient.

@@ -43,8 +43,8 @@ def norm_rope(
     eps: added to the mean square.
     variance: at least fp32: the mean square to divide by, where x is one device's share
       of the channels; None: that of x itself. It takes a gradient.
-    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
-      lowered for, or 'reference' where that does not support these tensors.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the target
+      platform, or 'reference' where that does not support these tensors.
 
   Returns:
     In x's dtype. The norm is computed in at least fp32 and rounded to x's dtype before

@@ -161,7 +161,7 @@ def top_k_logprobs(
 
   Args:
     hidden, head, axes: as in `token_logprobs`.
-    k: at most V.
+    k: number of words, at most V.
 
   Returns:
     logprob, at least fp32, descending; words, int32, the lower first among equals.

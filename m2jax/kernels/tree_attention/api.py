@@ -70,8 +70,8 @@ def attend(
     k, v: keys and values.
     visibility: which keys each query sees.
     scale: factor on the scores; None is H ** -0.5.
-    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the platform
-      lowered for, or 'reference' where that does not support these tensors.
+    implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the target
+      platform, or 'reference' where that does not support these tensors.
 
   Returns:
     In q's dtype; 0 for a query that sees no key.

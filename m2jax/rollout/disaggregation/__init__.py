@@ -1,8 +1,8 @@
-"""Prompts computed by an engine of their own.
+"""Prompts computed by a separate engine.
 
 1. `decode_engine`: a request gets a slot and pages of the engine that decodes.
-2. `break_even`: what is missing of a short prompt is computed there; the limit is
-   measured at the start.
+2. `break_even`: that engine computes the missing part of a prompt itself if it is
+   short; the limit is measured at the start.
 3. `handover`: for the rest it asks a prefill engine (`Prefills`), in this process or,
    through `remote_prefill` and `prefill_server`, in another (`connection`).
 4. `prefill_engine`: computes the prompt in chunks, and reads the pages of each to the

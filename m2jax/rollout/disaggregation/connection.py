@@ -1,6 +1,7 @@
 """Connections between a prefill and a decode process: frames, their bounds, the key.
 
-They are `m2jax.frames`; what an array must be comes from the receiver's own engine.
+They are `m2jax.frames`; the receiver's own engine determines shapes and dtypes of
+arrays.
 
 When a connection opens, both sides prove that they know the key: an HMAC-SHA256 over
 two random numbers, one of each side, which also names the side. Frames are neither
@@ -169,7 +170,7 @@ class Channel:
   ):
     """Args:
     max_body_bytes: limit on a received frame's body.
-    max_unsent_bytes: beyond which a slow receiver is disconnected.
+    max_unsent_bytes: bytes beyond which a slow receiver is disconnected.
     timeout_s: timeout of a frame, sent or received.
     """
     self._receiving, self._sending = sock, sock.dup()

@@ -1,21 +1,21 @@
 """Prefill and decoding on engines of their own: the decode side, like `Scheduler`.
 
 A request is placed as on one engine: it gets a slot and pages, and its longest cached
-prefix is found in the decode engine's own cache. What is missing is then asked for at a
-prefill engine (`handover.Prefills`), unless it is short: the decode engine prefills up
-to `HandoverConfig.local_tokens` itself. Pages are written to the sequence's own pages
-as they arrive; when the last has, the sequence decodes. All tokens are drawn here, with
-a version and a random stream as on one engine (`serving`).
+prefix is found in the decode engine's own cache. The missing pages are then requested
+from a prefill engine (`handover.Prefills`), unless they are few: the decode engine
+prefills up to `HandoverConfig.local_tokens` itself. Pages are written to the sequence's
+own pages as they arrive; when the last has, the sequence decodes. All tokens are drawn
+here, with a version and a random stream as on one engine (`serving`).
 
 The prefill engine is an aid, never a condition: if it stops, refuses or is silent for
 too long, the decode engine prefills what is missing itself and counts it.
 
 Weights are replaced here first, then at the prefill engine, which computes nothing for
 a version before it has its weights. Pages of newer weights than the decode engine's
-wait for those, if the engine has been given them; it prefills itself if not (another
-decode engine of the same prefill engine was given them first). Pages of older or of
-several versions are used by the request in flight that asked for them, as the keys and
-values that it has are, and never cached.
+wait for those weights if the engine has been given them; otherwise (another decode
+engine of the same prefill engine got them first) it prefills itself. Pages of older
+weights or of several versions are used only by the request in flight that asked for
+them, like its own older keys and values, and are never cached.
 
 Axes: n pages of a part.
 """
@@ -136,7 +136,7 @@ class DecodeBatcher(Batcher):
 
   @property
   def poll_s(self) -> float | None:
-    """Until an ask has waited for too long."""
+    """Seconds until an ask has waited too long."""
     if not self._pending:
       return None
     since = min(pending.since for pending in self._pending.values())
@@ -187,7 +187,7 @@ class DecodeBatcher(Batcher):
     return fresh and isinstance(part, Part) and part.versions[0] < self.version
 
   def _receive(self) -> None:
-    """Takes what has arrived; what is early waits, and holds up no other ask."""
+    """Takes what has arrived; early parts wait without delaying other asks."""
     arrived, self._early = self._early, []
     while self._arrivals:
       self._last_arrival = time.monotonic()
@@ -296,7 +296,7 @@ class Disaggregated(Scheduler):
     Args:
       engine: decodes. In one process its devices must not be the prefill engine's, if
         either has several.
-      prefills: with the same weights; not started.
+      prefills: a prefill engine with the same weights; not started.
 
     Raises:
       ValueError: the engines' sizes do not fit; names the field.
@@ -329,11 +329,11 @@ class Disaggregated(Scheduler):
     """`Scheduler.stats`, with these totals and the prefill engine's statistics.
 
     handovers: sequences that were handed over completely, with their tokens, pages and
-      bytes. prefills_alone: of sequences long enough to be handed over, because there
-      was no prefill engine, it failed, it was silent, or it computes with weights that
-      this engine lacks; handover_failures, handover_timeouts and handover_newer are the
-      last three. local_tokens: up to which this engine prefills itself.
-      prefill_engine_*: `Prefills.stats`.
+      bytes. prefills_alone: prefills here of sequences long enough to be handed over,
+      because there was no prefill engine, it failed, it was silent, or it computes with
+      weights that this engine lacks; handover_failures, handover_timeouts and
+      handover_newer are the last three. local_tokens: the most missing tokens that this
+      engine prefills itself. prefill_engine_*: `Prefills.stats`.
     """
     counts = self._batcher.counts
     others = self._prefills.stats().items()

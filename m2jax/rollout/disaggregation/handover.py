@@ -1,4 +1,4 @@
-"""What a decode engine asks of a prefill engine, and what it is given.
+"""What a decode engine requests from a prefill engine, and what it gets.
 
 The decode engine asks for the pages of a sequence from the first one that it lacks. The
 prefill engine computes what it lacks itself, and hands the pages over in order while it
@@ -43,11 +43,11 @@ class HandoverConfig:
   """When pages are handed over, and how.
 
   Attributes:
-    local_tokens: the decode engine prefills up to this many missing tokens itself; None
-      is what pays by times measured at the start (`break_even`).
+    local_tokens: the decode engine prefills up to this many missing tokens itself;
+      None: the number that pays by times measured at the start (`break_even`).
     part_pages: pages of a part at most; both engines move that many in one call.
-    timeout_s: without any pages for so long, what was asked for is given up and the
-      decode engine prefills it.
+    timeout_s: time without any pages after which an ask is given up, and the decode
+      engine prefills it.
   """
 
   local_tokens: int | None = None
@@ -128,7 +128,7 @@ class Prefills(Protocol):
     """
 
   def give_up(self, reason: str) -> None:
-    """It has not given any pages for too long; what was asked has been cancelled."""
+    """Called when it has given no pages for too long; its asks have been cancelled."""
 
   def update_weights(self, variables: Any, version: int) -> None: ...
 

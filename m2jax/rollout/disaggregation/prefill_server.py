@@ -7,7 +7,7 @@ process loads it) and `ping`; it is sent `part`, `failed`, `weights_failed` and 
 (`connection`). When its connection ends, what it has asked for is cancelled.
 
 The newest version that any connected decode process has is loaded. One that cannot be
-loaded is tried again while somebody wants it, and holds up no older one: a version is
+loaded is retried while a process wants it, without delaying older ones: a version is
 advertised (in the opening and in `pong`) when it is there.
 
 What a peer can grow is bounded: connections, asks and unsent bytes of each, and the
@@ -38,13 +38,13 @@ from m2jax.rollout.disaggregation.prefill_engine import PrefillScheduler
 @dataclasses.dataclass(frozen=True)
 class Limits:
   """Attributes:
-  connections: at once.
-  asks: unanswered, of a connection.
+  connections: maximum open at once.
+  asks: maximum unanswered asks of a connection.
   unsent_bytes: unsent bytes of a connection beyond which it is closed.
-  frame_s: for a frame, and for each step of the opening.
-  silence_s: without a frame, after which a connection is closed; decode processes
+  frame_s: time for a frame, and for each step of the opening.
+  silence_s: time without a frame after which a connection is closed; decode processes
     send one every second.
-  retry_s, max_retry_s: before loading a version again; doubled after each failure.
+  retry_s, max_retry_s: wait before loading a version again; doubled after each failure.
   """
 
   connections: int = 16
@@ -88,7 +88,7 @@ class PrefillServer:
       address: see `connection.Address`; port 0 is a free one.
       load: the weights of a version, called from a thread of its own.
       key: at least 16 bytes, which decode processes must know.
-      run_id: id of the run whose weights these are; another run's versions are others.
+      run_id: id of the run whose weights these are; versions of other runs differ.
 
     Raises:
       ValueError: other machines could connect, and there is no key.

@@ -43,10 +43,10 @@ from m2jax.rollout.engine.pages import Pages
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
   """Seconds. Attributes:
-  frame_s: for a frame, and for each step of the opening.
-  silence_s: without any frame, after which the connection is closed.
-  retry_s, max_retry_s: before connecting again; doubled after each failure.
-  avoid_s: without asking, after what was asked has been given up.
+  frame_s: time for a frame, and for each step of the opening.
+  silence_s: time without any frame after which the connection is closed.
+  retry_s, max_retry_s: wait before connecting again; doubled after each failure.
+  avoid_s: time without asking after asks have been given up.
   """
 
   frame_s: float = 10.0
@@ -112,7 +112,7 @@ class RemotePrefills:
     return self._newest is not None and self._newest > self._version
 
   def start(self, *, warmup: bool = True) -> RemotePrefills:
-    """Connects; goes on trying in a thread if there is nobody yet.
+    """Connects; if no server is there yet, keeps trying in a thread.
 
     Raises:
       ValueError: the prefill engine's sizes or run_id do not fit; names the field.

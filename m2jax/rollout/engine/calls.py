@@ -160,7 +160,7 @@ class Calls:
   def begin(
     self, state: DecodeState, rows, num_rows, most: int
   ) -> tuple[Slots, Sampled]:
-    """Slots `rows` [P], of which the first num_rows decode, and no tokens of them.
+    """Slots `rows` [P], the first num_rows of which decode, with no tokens sampled yet.
 
     Args:
       most: tokens that a row can draw.

@@ -6,7 +6,7 @@ values are layer L + k - 1 of the pages. A page also has
 
   states  of the trunk and of all modules but the last, after the last token of the page
           that each has consumed: where the next chunk, or another sequence with this
-          prefix, goes on;
+          prefix, continues;
   depth   of each token: modules 1 … depth have stored its keys and values from a state
           that was there. Module k sees keys of depth k or more.
 

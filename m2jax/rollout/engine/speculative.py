@@ -6,10 +6,9 @@ at each of the K + 1 positions the token is sampled from the main model's logits
 the random numbers of that position, exactly as without drafts. Drafts are accepted as
 long as each matches the sampled token, and the first token that differs replaces its
 draft. So the tokens equal those of plain decoding, for all sampling settings and
-whatever the drafts are, and log-probabilities are the main model's. Drafts are drawn
-with the random
-numbers of their positions too: the closer the modules' distribution is to the main
-model's, the more drafts are equal, at any temperature.
+whatever the drafts are, and log-probabilities are the main model's. Drafts are also
+drawn with the random numbers of their positions: the closer the modules' distribution
+is to the main model's, the more drafts are equal, at any temperature.
 
 Keys and values of rejected drafts stay beyond the length of the sequence, where the
 next tokens overwrite them.

@@ -47,8 +47,8 @@ def total(
 
   Args:
     living: statistics of each replica that serves.
-    past: what is added, such as totals of those that do not serve any more.
-    version: version of the weights published last, for the case that none serves.
+    past: statistics to add, such as totals of replicas that no longer serve.
+    version: version of the weights published last, used if no replica serves.
   """
   out = dict.fromkeys(_EXPECTED, 0) | past | {'living_replicas': len(living)}
   for stats in living:

@@ -13,7 +13,7 @@ class Restarts:
   """The replicas that are being made.
 
   Attributes:
-    reasons: why a replica does not serve, by number; of those that do not.
+    reasons: by number, why each stopped replica does not serve.
   """
 
   def __init__(self, make: Callable[[int], Any] | None, most: int, delay_s: float):

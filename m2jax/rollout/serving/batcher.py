@@ -9,7 +9,7 @@ read (`decode_calls.may_repeat`), and a tick does nothing else.
 A request is placed when there are pages for its prompt. When pages run out while it
 decodes, the sequence that started last is retracted: it waits in front of the queue,
 keeps the tokens drawn so far with their log-probabilities, versions and expert ids, and
-goes on drawing where its random stream was.
+continues its random stream.
 
 Axes: g groups of devices, P rows of a group in a call, N decode steps of a call.
 """

@@ -17,7 +17,7 @@ class SchedulerConfig:
     decode_steps: steps per decode call; the host wakes once per call.
     prefill_budget_tokens: padded prompt tokens computed between two decode calls.
     gather_s: how long to wait for one more request before the next call, if the last
-      one finished some or there was none to do (`Scheduler._gather`).
+      one finished some or there was nothing to do (`Scheduler._gather`).
     reuse_stale_prefix: cached K/V of older weights may be reused (see scheduler.py).
     max_failures: consecutive failing steps after which the scheduler gives up.
     seed: seed of the random stream for requests without a seed.

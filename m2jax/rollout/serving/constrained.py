@@ -19,7 +19,7 @@ from m2jax.rollout.serving.jobs import Job
 def masks(
   jobs: Sequence[Job], vocab_size: int
 ) -> tuple[np.ndarray, dict[int, GrammarError]]:
-  """[p, W] int32, and by index the errors of responses that cannot go on."""
+  """[p, W] int32, and by index the errors of responses that cannot continue."""
   out = np.zeros((len(jobs), -(-vocab_size // 32)), np.int32)
   errors: dict[int, GrammarError] = {}
   for i, job in enumerate(jobs):
@@ -33,7 +33,7 @@ def masks(
 
 
 def advance(job: Job, token: int) -> GrammarError | None:
-  """Takes a token that was drawn; the error if the response cannot go on."""
+  """Takes a token that was drawn; the error if the response cannot continue."""
   try:
     job.matcher.advance([int(token)])
   except GrammarError as error:

@@ -49,7 +49,7 @@ class _Rows:
     costs: the least of them in the last one that has ended; empty before.
     best: K by the last probe.
     again: whether the probe in progress has gone on.
-    left: ticks until the next probe, and every: from the last one to that.
+    left, every: ticks until the next probe, and from the last one to the next.
   """
 
   todo: collections.deque[int]

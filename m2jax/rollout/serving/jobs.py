@@ -28,8 +28,8 @@ class Job:
     top: the most likely ids and their log-probabilities, one entry per decode call, if
       the request asks for them.
     cached_tokens: tokens of the prompt that were cached when it was first placed.
-    matcher: where the response is in the request's grammar, if it has one. It has
-      taken all tokens that were drawn, also while the sequence is retracted.
+    matcher: the response's position in the request's grammar, if it has one. It has
+      taken all drawn tokens, also while the sequence is retracted.
   """
 
   prompt: np.ndarray

@@ -9,7 +9,7 @@ WINDOW_S = 10.0
 
 
 class Rate:
-  """How many a second, of what is added; over the last ten seconds."""
+  """Amount added per second, over the last ten seconds."""
 
   def __init__(self):
     self._total = 0

@@ -160,13 +160,12 @@ class Scheduler(Serving):
     """A cheap snapshot of the state, and totals since the start.
 
     queue_length, active_slots, slots, pages, page_tokens, cached_pages (of prefixes
-    that no request reads), free_pages, peak_pages (that held something at once, since
-    the state was made), page_bytes (of all pages, on the devices), evicted_pages,
-    prefill_budget_tokens,
-    decode_steps, policy_version, tokens_per_s (sampled, over the last ten seconds),
-    update_pause_s and update_pause_longest_s (`swap.Pauses`), the totals of
-    `batcher.TOTALS` and those of `Drafting.stats`; with more memory for pages also
-    `Tiers.stats`.
+    that no request reads), free_pages, peak_pages (the most in use at once since the
+    state was made), page_bytes (of all pages, on the devices), evicted_pages,
+    prefill_budget_tokens, decode_steps, policy_version, tokens_per_s (sampled, over the
+    last ten seconds), update_pause_s and update_pause_longest_s (`swap.Pauses`), the
+    totals of `batcher.TOTALS` and those of `Drafting.stats`; with more memory for pages
+    also `Tiers.stats`.
     """
     batcher = self._batcher
     with self._wake:
@@ -238,7 +237,7 @@ class Scheduler(Serving):
     that miss each other by a moment would otherwise run a call apart from then on.
 
     Args:
-      expected: at most as many requests are waited for.
+      expected: maximum number of requests to wait for.
     """
     arrived = -1
     while arrived < len(self._inbox) < expected:
@@ -265,8 +264,8 @@ class Scheduler(Serving):
     """Places a part of new weights; replaces the old ones when all are placed.
 
     Raises:
-      EngineLost: they cannot be placed. Nobody would give them again, and the old ones
-        must not serve on as if they were the latest.
+      EngineLost: they cannot be placed. They will not be sent again, and the old ones
+        must not keep serving as if they were the latest.
     """
     swap, self._swap = self._swap, None
     if swap is None:

@@ -109,8 +109,8 @@ class Sequences:
 
     The last token is never part of a hit: decoding starts by consuming it. Prefers the
     group with the longest prefix, stored or being computed, less ROW_TOKENS for each
-    sequence that it would have, with those that may go on; then the one with most pages
-    to give.
+    sequence that it would have, ended ones that may continue included; then the one
+    with most pages to give.
 
     Returns:
       Instead 'full' if no group has a slot and room for the tokens, and 'soon' if

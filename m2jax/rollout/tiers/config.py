@@ -19,7 +19,7 @@ class KvPoolConfig:
       sizes share what they find there. '': no pool.
     bytes: limit on the size of all pages there. Every engine that writes keeps to it;
       see `usage`.
-    queue_pages: pages that wait to be written; further ones are dropped and counted.
+    queue_pages: maximum pages that wait to be written; others are dropped and counted.
     wait_s: how long a request waits at most for pages that are being read, before they
       are computed instead.
     timeout_s: timeout of one operation of the store.

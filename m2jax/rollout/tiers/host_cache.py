@@ -25,7 +25,7 @@ class HostCache:
   """Pages within a budget.
 
   Attributes:
-    pages: at most; all have the same size.
+    pages: maximum number; all have the same size.
     evicted: pages given up so far.
   """
 

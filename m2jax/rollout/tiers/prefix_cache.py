@@ -34,7 +34,7 @@ class Node:
     version: version of the policy that computed it.
     users: running sequences that read it.
     used: when it was last used.
-    known: whether it is in the tree; a sequence may go on to read it when it is not.
+    known: whether it is in the tree; a sequence may still read it when it is not.
     digest: `page_chain` of its prefix, if there is a journal.
     name: its key in other memories (`tiers`), once it is needed.
   """
@@ -58,7 +58,7 @@ class PrefixCache:
     page_tokens: tokens of a page.
     pages: their number, without the unused one.
     evicted: cached pages given up so far.
-    peak: most pages that held something at once.
+    peak: largest number of pages in use at once.
     on_insert, on_evict: are passed each node that becomes known, or is given up while
       its page is still unchanged.
   """

@@ -1,11 +1,10 @@
 """Chromium for the verifier: an app is served over loopback and opened by playwright.
 
-The app is bytes in memory, so nothing of it is a file that something could run, and
-nothing else is served. Each page has a browser context of its own: no storage, cache or
-worker of one is seen by another. What a page does that an app must not do is
-logged by kind: errors, requests to other origins, dialogs, windows, navigation.
-Playwright finds and reads elements in an isolated world, and so does `Meter`: a
-page's changes of prototypes do not reach it.
+The app is served from memory, so no part of it is a file that could be run, and nothing
+else is served. Each page has its own browser context: pages share no storage, cache or
+worker. What an app must not do is logged by kind: errors, requests to other origins,
+dialogs, windows, navigation. Playwright finds and reads elements in an isolated world,
+and so does `Meter`: a page's changes of prototypes do not reach it.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ _GUARD = """(() => {
 
 
 class Broken(Exception):
-  """Chromium failed, or cannot be had: there is no verdict."""
+  """Chromium failed or is missing: there is no verdict."""
 
 
 class Crashed(Broken):
@@ -61,12 +60,12 @@ class Crashed(Broken):
 
 
 class Unreadable(Exception):
-  """A page cannot be measured: its own doing."""
+  """A page cannot be measured, and is itself to blame."""
 
 
 @dataclasses.dataclass
 class Log:
-  """What pages did that counts against the app, by kind; the first of each."""
+  """Actions of pages that count against the app: the first of each kind."""
 
   errors: list = dataclasses.field(default_factory=list)
   failed: list = dataclasses.field(default_factory=list)
@@ -196,7 +195,7 @@ class Browser:
 
   @contextlib.asynccontextmanager
   async def page(self, origin, log, *, width=WIDTH, clock=False):
-    """A page in a new context, not yet at the app; its doings are logged.
+    """A page in a new context, not yet at the app; its actions are logged.
 
     Raises:
       Broken: a page crashed while it was in use, or no page can be made.

@@ -8,10 +8,10 @@ facts/m2-and-forge.md §5: every criterion is yes or no, with its evidence.
    inputs and data that the agent has not seen. If none passes, the reward is 0.
 3. Visual: the proxies of `visual`.
 
-Reward: the share of criteria of 2 and 3 that pass. A Chromium that does not start, or
-ends twice, is no verdict: `invalid`. If a page crashes by itself, or Chromium ends when
-the app has taken much memory, it is the app's doing. Once Chromium shows a page,
-`m2jax: ready` is printed: a verifier that is killed from there on is as well.
+Reward: the share of criteria of 2 and 3 that pass. If Chromium does not start, or ends
+twice, the verdict is `invalid`. A page that crashes by itself, and a Chromium that ends
+after the app has taken much memory, count against the app. So does a verifier that is
+killed after `m2jax: ready`, which is printed once Chromium shows a page.
 """
 
 import asyncio
@@ -370,7 +370,7 @@ async def verdict(tree, spec):
 
 
 async def bounded(judging):
-  """The verdict; apps are given up much earlier, so a late one is the machine's."""
+  """The verdict. Apps time out much earlier: the machine is to blame for a late one."""
   try:
     return await asyncio.wait_for(judging, DEADLINE_S)
   except TimeoutError:

@@ -1,7 +1,7 @@
 """How much memory Chromium takes while an app is judged, by /proc of the sandbox.
 
-The kernel ends a process of a browser whose sandbox is out of memory, and also if the
-machine is. Only an app that took much itself, just before, is to blame for it.
+The kernel kills a browser's process if the sandbox is out of memory, but also if the
+machine is. The app is to blame only if it took much memory itself just before.
 """
 
 import contextlib

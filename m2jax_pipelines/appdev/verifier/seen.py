@@ -1,12 +1,12 @@
 """Whether a person sees a text where it is: by pixels.
 
-A part of the window is photographed, once more with the fill of the text transparent,
-and once more as it was. A character is seen if enough pixels of its box differ between
-the first two, with enough contrast, and not between the first and the last. Masks,
-clips, filters, covers, strokes and colours need no rules of their own. What pixels do
-not tell is denied by style in seen.js: generated text, fonts of the page, masked
-characters, and text that is turned or reflected. The characters must be in reading
-order.
+A part of the window is captured three times: as it is, with the text's fill
+transparent, and as it is again. A character is seen if enough pixels of its box differ
+between the first two captures, with enough contrast, and not between the first and the
+last. Masks, clips, filters, covers, strokes and colours need no rules of their own.
+What pixels cannot show is rejected by style in seen.js: generated text, fonts of the
+page, masked characters, and text that is turned or reflected. The characters must be in
+reading order.
 """
 
 import base64

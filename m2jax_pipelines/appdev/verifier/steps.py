@@ -8,10 +8,10 @@ A step is [operation, target, values…]; a target is an object with
     within          a target that contains it
     has             a target that it contains, with its exact `text`
 
-What is read must become as expected within `EXPECT_S`, must stay so, and must be what
-is seen at its place: `seen`. It stays if it is still so `STABLE_S` later, or `WATCH_S`
-if something else was read first, and before the next action. What alternates fails: a
-value that comes back, or more than `MAX_VALUES` values.
+A reading must become the expected value within `EXPECT_S`, stay it, and be visible at
+its place (`seen`). It stays if it is unchanged `STABLE_S` later (`WATCH_S` if something
+else was read first) and before the next action. Alternating readings fail: a value that
+reappears, or more than `MAX_VALUES` values.
 """
 
 import asyncio

@@ -3,8 +3,8 @@
 `load(name, directory)` finds `name` among the modules of this package, each with
 `DESCRIPTION`, `FOLD` (whether links ignore case) and
 `read(directory) -> (raw passages, Source)`. A raw passage is
-(titles, anchors, text, link names); links name titles or anchors, and those to passages
-that are not there are dropped.
+(titles, anchors, text, link names); links name titles or anchors, and links to missing
+passages are dropped.
 """
 
 from __future__ import annotations

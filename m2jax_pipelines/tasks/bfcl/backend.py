@@ -7,9 +7,9 @@ itself.
     {"end_turn": true}                →  {"turn": n, "valid": bool, "reason": TEXT}
 
 Only methods that the entry's documents list can be called, with keyword arguments; no
-text is evaluated. Each call is first tried in a forked process with limits of its own,
-so that one that needs more is an error of that call, and changes nothing. The verdict
-follows multi_turn_checker.py of bfcl-eval 2026.3.23: at the end of a turn every public
+text is evaluated. Each call is first tried in a forked process with its own limits: a
+call that exceeds them is an error and changes nothing. The verdict follows
+multi_turn_checker.py of bfcl-eval 2026.3.23: at the end of a turn every public
 attribute equals that of instances on which the reference calls ran, each result of the
 turn's reference calls is among all results so far, and a turn with reference calls has
 calls.

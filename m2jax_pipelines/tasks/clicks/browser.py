@@ -48,7 +48,7 @@ def executable() -> str:
   The headless shell is preferred: its pages open in about half the time.
 
   Raises:
-    SandboxUnavailable: there is none, or no playwright.
+    SandboxUnavailable: Chromium or playwright is missing.
   """
   try:
     import playwright  # noqa: F401

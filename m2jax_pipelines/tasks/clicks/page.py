@@ -32,7 +32,7 @@ class Page:
   Attributes:
     utterance: what the page asks for.
     first: its lines at the beginning.
-    reward: MiniWoB's reward without the discount; None while the episode goes on.
+    reward: MiniWoB's reward without the discount; None while the episode continues.
   """
 
   utterance: str

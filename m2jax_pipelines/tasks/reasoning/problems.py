@@ -3,9 +3,10 @@
 Only generators whose problems have one right answer in one notation are listed; a
 problem is accepted if the package's own scorer gives its answer 1, twice, and gives
 other answers less (`defect`). facts/pipelines.md §5 lists the generators whose answers
-are wrong: boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour. Not listed
-either is number_sequence, which squares numbers without a bound: some of its draws do
-not end. Where only some problems of a generator are wrong, `_DEFECTS` finds them.
+are wrong: boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour.
+number_sequence is not listed either: it squares numbers without a bound, and some of
+its draws do not end. Where only some problems of a generator are wrong, `_DEFECTS`
+finds them.
 """
 
 from __future__ import annotations

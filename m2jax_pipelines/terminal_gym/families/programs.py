@@ -1,4 +1,4 @@
-"""Families that ask for a program, which is run on inputs that nobody sees.
+"""Families that ask for a program, which is run on hidden inputs.
 
 The workspace has one example of an input. The program runs in a sandbox of its own,
 without the tests (`tasks.harbor.runs`), on other inputs of the same kind: a program
