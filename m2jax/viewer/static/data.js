@@ -174,10 +174,10 @@ function hitOf(text, wanted) {
     + text.slice(start, at + wanted.length + 60).replace(/\s/g, ' ');
 }
 
-// A condition as sources take it: a stage is the rows of its evaluation.
+// A condition as sources take it: a stage is the rows of its evaluation, 0-0 if none is left.
 function rowsOf({ stage, stage_b, task, ...condition }, summary) {
   const [, first, last] = summary.stages.find(([name]) => name === stage) ?? [];
-  return { ...condition, rows: last === undefined ? '' : `${first}-${last}` };
+  return { ...condition, rows: stage ? `${first ?? 0}-${last ?? 0}` : '' };
 }
 
 // The JSON value of an element, once the browser has read it completely.
