@@ -65,9 +65,9 @@ def add_group(pool, item, step=None, text='a task', family='find'):
   if step is not None:
     pool.complete(item)
     pool.take([item], step)
-    reward = records.TrajectoryReward(0.0, 0.0, 1.0, 1.0)
+    reward = lambda r: records.TrajectoryReward(0.0, 0.0, 1.0, float(r))
     pool.set_rewards(
-      {f's{item}.{r}': reward for r in range(2)},
+      {f's{item}.{r}': reward(r) for r in range(2)},
       {f's{item}.{r}-{t}': 2.0 * r - 1 for r in range(2) for t in range(2)},
     )
     pool.flush()

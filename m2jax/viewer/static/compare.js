@@ -45,7 +45,7 @@ function Pairs({ summary, other, place, go, a, b }) {
       ${' '}${ofB.length - pairs.length} only in B.</span></p>
     <div class="pairs"><table><thead><tr><th>B − A</th><th>A</th><th>B</th><th>task</th></tr></thead><tbody>
       ${(all ? pairs : pairs.slice(0, PAIRS)).map((p) => html`<tr class=${p.task === place.task ? 'on' : ''}>
-        <td class=${p.by < 0 ? 'down' : p.by > 0 ? 'up' : 'soft'}>${signedText(p.by)}</td>
+        <td class=${p.by < 0 ? 'down' : p.by > 0 ? 'up' : 'soft'}>${p.by ? signedText(p.by) : '0'}</td>
         <td>${p.rate.toFixed(2)} <span class="soft">/${p.n}</span></td><td>${p.other.toFixed(2)} <span class="soft">/${p.m}</span></td>
         <td><button class="link" onClick=${() => go({ task: p.task })}>${printable(p.task)}</button></td></tr>`)}</tbody></table>
       ${!all && pairs.length > PAIRS && html`<button class="link pad" onClick=${() => setAll(true)}>Show all</button>`}</div></section>
