@@ -92,10 +92,11 @@ class Annotations:
     return self._append(session, kind='flag', flag=flag, on=on)
 
   def flagged(self) -> dict[str, list[str]]:
-    """Flags of each trajectory that has any."""
+    """Flags of each trajectory that has any, of the last MAX_FLAGGED at most."""
     with self._lock:
       self._index()
-      return {s: sorted(flags) for s, flags in self._flagged.items() if flags}
+      found = [(s, sorted(flags)) for s, flags in self._flagged.items() if flags]
+    return dict(found[-MAX_FLAGGED:])
 
   def tokens(
     self,

@@ -28,13 +28,24 @@ def messages(*commands):
 
 
 def write(workdir, verdicts, commands=('ls', 'wc')):
-  """A trajectory of each task, in training; verdicts by task."""
+  """A trajectory of each task, in training; verdicts by task. The first session has the
+  name of what every object of JavaScript has."""
   with DataPool(f'sqlite:///{workdir}/pool.db') as pool:
     for item, (task, success) in enumerate(verdicts.items()):
       pool.submit(records.WorkItem(item, task, 1))
       pool.add_trajectory(
         records.Trajectory(
-          *(f's{item}', item, 0, task, 'find', 'answer', success, 1.0, 1),
+          *(
+            f's{item}' if item else 'constructor',
+            item,
+            0,
+            task,
+            'find',
+            'answer',
+            success,
+            1.0,
+            1,
+          ),
           messages=messages(*commands),
         )
       )

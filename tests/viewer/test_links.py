@@ -234,7 +234,7 @@ def test_members_side_by_side(at):
   expect(tab.locator('.member')).to_have_count(2)
   expect(tab.locator('.member pre').first).to_have_text('an answer')
   expect(tab.locator('.member').nth(1)).to_contain_text('as the first column')
-  expect(tab.locator('.member .flag')).to_have_text('hacked, look at this')
+  expect(tab.locator('.member .flag')).to_have_text('⚑ hacked, look at this')
   cells = tab.locator('.cell')
   expect(cells).to_have_count(4)
   expect(cells.nth(3)).to_contain_text('seen by s29.1')

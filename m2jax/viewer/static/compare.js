@@ -59,7 +59,8 @@ function Pair({ task, parts }) {
     [task, JSON.stringify(parts)]);
   if (error) return html`<p class="flag" role="alert">${error.message}</p>`;
   if (!value) return html`<p class="soft">…</p>`;
-  const members = value.flatMap(({ trajectories }, i) => trajectories.map((t, k) => ({ t, name: `${'AB'[i]} ${k + 1}` })));
+  const members = value.flatMap(({ trajectories }, i) => trajectories.map((t, k) => ({ t, k, name: `${'AB'[i]} ${k + 1}` })))
+    .sort((x, y) => x.k - y.k); // A 1, B 1, A 2, …
   return html`<header><h2>${printable(members.find(({ t }) => t.instruction)?.t.instruction || task)}</h2>
     <p class="task">${printable(task)}</p></header><${Members} members=${members} />`;
 }

@@ -8,7 +8,7 @@ const rounded = (value) => String(Number(value.toPrecision(3)));
 const stepPoints = (rows, column, text) => rows.filter((row) => row[column] != null).map((row) => ({
   x: row[0], y: row[column], link: `#step=${row[0]}`, text: `step ${row[0]}: ${text(row[column])}` }));
 const stagePoints = (rows) => rows.filter(([, y]) => y != null).map(([stage, y, n], i) => ({
-  x: i + 1, y, link: `#${new URLSearchParams({ phase: 'eval', stage })}`, text: `${stage}: ${percent(y)} of ${n}` }));
+  x: i + 1, y, link: `#${new URLSearchParams({ phase: 'eval', stage })}`, text: `${printable(stage)}: ${percent(y)} of ${n}` }));
 
 // The places halfway to the neighbours: whatever is between them belongs to the point.
 const reach = (xs, i) => [i ? (xs[i - 1] + xs[i]) / 2 : xs[0] - MARGIN.right,
@@ -44,7 +44,7 @@ function Chart({ title, note, points, limits, text, line = true, xLabel }) {
         role="option" id=${`${title}-${i}`} aria-selected=${i === at} aria-label=${p.text} onMouseEnter=${() => setChosen(i)}>
         <rect x=${left} y="0" width=${Math.max(right - left, 0)} height=${CHART - MARGIN.bottom} />
         <circle cx=${xs[i]} cy=${y(p.y)} r=${i === at ? 5 : points.length > 150 ? 1.5 : 3} /></a>`; })}</svg>`}
-    </div><p class="soft">${printable(points[at].text)}</p></figure>`;
+    </div><p class="soft">${points[at].text}</p></figure>`;
 }
 
 function Curves({ summary }) {

@@ -146,7 +146,7 @@ const rewardOf = ({ phase }) => (phase === 'eval' ? 'success' : 'total');
 
 function matches(row, column, condition, { steps, flagged }) {
   const { family, end_reason, outcome, flag, step, least_s, most_s, least_reward, most_reward, rows } = condition;
-  const reward = row[column[rewardOf(condition)]] ?? NaN, flags = flagged[row[column.session]] ?? [];
+  const reward = row[column[rewardOf(condition)]] ?? NaN, flags = flagsOf(flagged, row[column.session]);
   if (family && row[column.family] !== family) return false;
   if (end_reason && row[column.end_reason] !== end_reason) return false;
   if (outcome && (row[column.success] >= 1) !== (outcome === 'success')) return false;
@@ -194,6 +194,9 @@ async function unpack(id) {
     await new Promise((done) => setTimeout(done, 30));
   }
 }
+
+// A session may be called 'constructor'.
+const flagsOf = (flagged, session) => (Object.hasOwn(flagged, session) ? flagged[session] : []);
 
 // A bundle with what views ask for: paths, terms and token values of completions.
 class Bundle {

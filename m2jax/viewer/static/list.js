@@ -61,11 +61,11 @@ function Row({ entry, wanted, flagged, y, on, onSelect }) {
   return html`<div id=${`row-${keyOf(entry)}`} class=${`row ${entry.kind}${on ? ' on' : ''}`} role="treeitem"
     aria-level=${entry.level} aria-selected=${on} aria-expanded=${group ? entry.open : undefined}
     style=${{ transform: `translateY(${y}px)` }} onClick=${() => onSelect(entry, true)}>
-    ${group ? html`<${GroupRow} ...${{ entry, flagged }} />` : html`<${TrajectoryRow} ...${{ row: entry.row, wanted, flags: flagged[entry.row.session] }} />`}</div>`;
+    ${group ? html`<${GroupRow} ...${{ entry, flagged }} />` : html`<${TrajectoryRow} ...${{ row: entry.row, wanted, flags: flagsOf(flagged, entry.row.session) }} />`}</div>`;
 }
 
 function GroupRow({ entry: { item, rows, open }, flagged }) {
-  const flags = rows.flatMap((r) => flagged[r.session] ?? []);
+  const flags = rows.flatMap((r) => flagsOf(flagged, r.session));
   const family = rows[0]?.family ?? item.task.split('?')[0].split('/').slice(2, 3)[0] ?? '';
   return html`<span class="caret" aria-hidden="true">${open ? '▾' : '▸'}</span>
     <span class="num">${item.index}</span><span class="name">${printable(family)}</span>
@@ -103,7 +103,7 @@ function TrajectoryRow({ row, wanted, flags }) {
     <span class="num">${row.item < 0 ? '' : row.rank}</span>
     <span class="name">${row.end_reason === 'answer' ? printable(row.family) : row.end_reason}${
       row.superseded ? ' (superseded)' : ''}</span>
-    ${flags && html`<${FlagMark} flags=${flags} />`}<${What} text=${row.hit ?? row.instruction} wanted=${row.hit && wanted} />
+    ${flags.length > 0 && html`<${FlagMark} flags=${flags} />`}<${What} text=${row.hit ?? row.instruction} wanted=${row.hit && wanted} />
     <span class="val">${Number(row.success).toFixed(2)}</span>
     <span class="val">${row.tool_calls} calls</span>
     <span class="end">${row.wall_s.toFixed(1)} s</span>`;

@@ -22,13 +22,13 @@ function firstDifference(turns, reference) {
 
 const answerOf = (t) => t.answer || (t.steps ?? []).findLast(([kind]) => kind === 'answer')?.[1];
 
-function Member({ t, name, turns, differs, first, flagged, onOpen }) {
+function Member({ t, name, turns, differs, first, flags, onOpen }) {
   const title = html`${name ?? `rank ${t.rank}`}`;
   return html`<div class="member"><p>${onOpen ? html`<button class="link" onClick=${() => onOpen(t)}>${title}</button>`
       : html`<b>${title}</b>`} <span class=${`badge ${verdict(t)}`}>${Number(t.success).toFixed(2)}</span></p>
     <p class="soft">${t.total == null ? '' : `return ${t.total.toFixed(3)}, `}${t.end_reason}, ${t.wall_s.toFixed(1)} s,
       ${' '}${t.steps ? count(turns.length, 'turn') : 'messages pruned'}${t.superseded ? ', superseded' : ''}</p>
-    ${flagged && html`<p class="flag">${flagsText(flagged)}</p>`}
+    ${flags.length > 0 && html`<p class="flag">⚑ ${flagsText(flags)}</p>`}
     <p class="soft">${!t.steps || first ? '' : differs < 0 ? 'as the first column' : `differs from turn ${differs}`}</p>
     <pre>${printable(answerOf(t) || '–')}</pre></div>`;
 }
@@ -45,7 +45,7 @@ function Members({ members, flagged, onOpen }) {
       ${' '}<button class="link" onClick=${() => setAll(true)}>Show all</button></p>`}
     <div class="wide" tabindex="0" role="region" aria-label="Side by side">
     <div class="members" style=${{ gridTemplateColumns: `repeat(${shown.length}, minmax(13.5rem, 1fr))` }}>
-      ${shown.map((m) => html`<${Member} ...${m} first=${m === reference} flagged=${flagged?.[m.t.session]} onOpen=${onOpen} />`)}
+      ${shown.map((m) => html`<${Member} ...${m} first=${m === reference} flags=${flagsOf(flagged ?? {}, m.t.session)} onOpen=${onOpen} />`)}
       ${[...Array(turns).keys()].map((turn) => shown.map((m) => html`<div class=${`cell${turn === m.differs ? ' differs' : ''}`}>
         ${m.turns[turn] && html`<p class="soft">turn ${turn}${turn === m.differs ? html` <b>first difference</b>` : ''}</p>
           ${m.turns[turn].map((step) => html`<${Message} step=${step} />`)}`}</div>`))}

@@ -73,7 +73,7 @@ function Transcript({ bundle, session }) {
 
 // The flags of a trajectory; a click or a key sets one, and removes it.
 function Flags({ session, flagged, onFlag }) {
-  const own = flagged[session] ?? [], [error, setError] = useState('');
+  const own = flagsOf(flagged, session), [error, setError] = useState('');
   if (!source.live) return own.length > 0 && html`<p class="flag">⚑ ${flagsText(own)}</p>`;
   const toggle = (name) => source.annotate(session, { flag: name, on: !own.includes(name) })
     .then(onFlag).then(() => setError(''), (problem) => setError(problem.message));
