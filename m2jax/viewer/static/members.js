@@ -44,7 +44,7 @@ function Members({ members, flagged, onOpen }) {
   return html`${members.length > shown.length && html`<p class="soft pad">The first ${MEMBERS} of ${members.length}.
       ${' '}<button class="link" onClick=${() => setAll(true)}>Show all</button></p>`}
     <div class="wide" tabindex="0" role="region" aria-label="Side by side">
-    <div class="members" style=${{ gridTemplateColumns: `repeat(${shown.length}, minmax(13.5rem, 1fr))` }}>
+    <div class="members" style=${{ gridTemplateColumns: `repeat(${shown.length}, minmax(12.5rem, 1fr))` }}>
       ${shown.map((m) => html`<${Member} ...${m} first=${m === reference} flags=${flagsOf(flagged ?? {}, m.t.session)} onOpen=${onOpen} />`)}
       ${[...Array(turns).keys()].map((turn) => shown.map((m) => html`<div class=${`cell${turn === m.differs ? ' differs' : ''}`}>
         ${m.turns[turn] && html`<p class="soft">turn ${turn}${turn === m.differs ? html` <b>first difference</b>` : ''}</p>
