@@ -115,6 +115,7 @@ def test_flags_by_keys_and_clicks(new_tab, compared, workdirs):
   press(new_tab, 'h')
   expect(hacked).to_have_attribute('aria-pressed', 'true')
   expect(new_tab.locator('#row-s1 .flag')).to_have_attribute('title', 'hacked')
+  expect(new_tab.locator('.row .flag')).to_have_count(2)  # its group's, too
   look.click()
   expect(look).to_have_attribute('aria-pressed', 'true')
   hacked.click()
