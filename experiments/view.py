@@ -2,9 +2,11 @@
 
   python -m experiments.view --workdir=workdir/forge
   python -m experiments.view --workdir=workdir/forge --export=run.html
+  python -m experiments.view --workdir=workdir/forge --compare=workdir/other
 
 The first serves the page on loopback until Ctrl-C and prints its link; the second
-writes the same page as one file that needs no server and no network. docs/viewer.md.
+writes the same page as one file that needs no server and no network; the third adds a
+view of two runs side by side. docs/viewer.md.
 """
 
 from __future__ import annotations
@@ -24,24 +26,31 @@ from m2jax.viewer.run import Run
 POOL = flags.DEFINE_string('pool', '', "URL of the pool; default: the workdir's.")
 PORT = flags.DEFINE_integer('port', 0, 'Where to listen; 0: a free port.', 0, 65_535)
 EXPORT = flags.DEFINE_string('export', None, 'Write the page to this file, and end.')
+COMPARE = flags.DEFINE_string('compare', None, 'Workdir of a run to compare it with.')
 
 
 def main():
   workdir = common.workdir()
   common.check_path('export', EXPORT.value)
-  run = Run(workdir, POOL.value)
-  with contextlib.closing(run):
+  common.check_path('compare', COMPARE.value)
+  if EXPORT.value is not None and COMPARE.value is not None:
+    raise common.BadInput('--export writes one run: leave --compare out')
+  with contextlib.ExitStack() as stack:
+    run = stack.enter_context(contextlib.closing(Run(workdir, POOL.value)))
     if EXPORT.value is not None:
-      _export(run, pathlib.Path(EXPORT.value))
-    else:
-      _serve(run, workdir)
+      return _export(run, pathlib.Path(EXPORT.value))
+    other = None
+    if COMPARE.value is not None:
+      opened = contextlib.closing(Run(pathlib.Path(COMPARE.value)))
+      other = stack.enter_context(opened)
+    _serve(run, workdir, other)
 
 
-def _serve(run: Run, workdir: pathlib.Path) -> None:
+def _serve(run: Run, workdir: pathlib.Path, other: Run | None) -> None:
   """Serves until Ctrl-C."""
   key = shared.make_key(workdir, shared.VIEW)
   try:
-    with serving.serving(run, key, PORT.value) as link:
+    with serving.serving(run, key, PORT.value, other) as link:
       with contextlib.suppress(KeyboardInterrupt):  # also between link and wait
         print(f'{link}\nCtrl-C stops it.', flush=True)
         threading.Event().wait()

@@ -56,6 +56,14 @@ def by_stage(
   return [_evaluation(stage, pairs) for stage, pairs in found.items()]
 
 
+def name(record: Mapping[str, Any]) -> str:
+  """The name of an evaluation, by which the trajectory page finds what it sampled."""
+  return (
+    f'{record.get("stage")}, step {record["step"]}, {record.get("split")}, '
+    f'temperature {record.get("temperature", 1):g}'
+  )
+
+
 def total(pairs: Iterable[Pair]) -> Pair:
   """The sum of pairs; (0, 0) of none."""
   pairs = list(pairs)

@@ -1,25 +1,29 @@
 """The plots of the report, made from the metric records; `names` has their meanings.
 
-Plots without data and sections without plots are omitted.
+Plots without data and sections without plots are omitted. Points lead to the
+trajectories behind them, on the exported trajectory page (`TRAJECTORIES`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from m2jax.observe import names, sample_plots, stats, svg
+from m2jax.observe import evaluations, names, sample_plots, stats, svg
 from m2jax.observe.printable import printable
 
+TRAJECTORIES = 'trajectories.html'  # next to the report
 _AVERAGE_STEPS = 10
 _X_LABELS = {'rl': 'update', 'sft': 'SFT step'}
 _SHARE = (0.0, 1.0)
 Records = Sequence[Mapping[str, Any]]
 Counts = dict[float, tuple[float, int]]  # update → (tasks solved, tried)
+Links = dict[float, str]  # update → address of what was sampled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,15 +151,18 @@ def sections(
   last_update = max((float(r['step']) for r in rl), default=0.0)
   held_out = _evaluated(records, 'held_out', last_update)
   dev = _evaluated(records, 'dev', last_update)
+  links = {s: _links(records, s, last_update) for s in ('dev', 'held_out')}
   points = [
-    *_points('development', dev.get('all'), 2),
-    *_points('held out', held_out.get('all'), 1),
+    *_points('development', dev.get('all'), 2, links['dev']),
+    *_points('held out', held_out.get('all'), 1, links['held_out']),
   ]
   note = _note(names.metric('rl', 'success'))
   success = _success('Success', 'success', rl, points, note)
   found = [
     Section('Learning', [success, *drawn(LEARNING)]),
-    Section('Success by family', _families(rl, dev, last_update), small=True),
+    Section(
+      'Success by family', _families(rl, dev, last_update, links['dev']), small=True
+    ),
     Section('Off-policy', drawn(OFF_POLICY)),
     Section('Window and pool', drawn(WINDOW)),
     Section('Samples', [Plot(*parts) for parts in sample_plots.drawn(rl)]),
@@ -200,6 +207,7 @@ def _curves(curves: Curves, records: Records, bounds: Mapping[str, float]) -> Pl
     x_label=_X_LABELS[curves.phase],
     y_format=svg.percent if metric.unit == 'share' else svg.number,
     y_limits=curves.y_limits,
+    link=_address(step='') if curves.phase == 'rl' else '',
   )
 
 
@@ -245,6 +253,21 @@ def _evaluated(records: Records, split: str, last_update: float) -> dict[str, Co
   A later record of the same tasks at the same update replaces an earlier one.
   """
   latest: dict[tuple, tuple[float, int]] = {}
+  for update, record in _placed(records, split, last_update):
+    key = record.get('family', 'all'), record.get('calls'), update
+    latest[key] = record['successes'], record['n']
+  counts: dict[str, Counts] = {}
+  for (family, _, update), (successes, n) in latest.items():
+    by_update = counts.setdefault(family, {})
+    before = by_update.get(update, (0, 0))
+    by_update[update] = before[0] + successes, before[1] + n
+  return counts
+
+
+def _placed(
+  records: Records, split: str, last_update: float
+) -> Iterator[tuple[float, Mapping[str, Any]]]:
+  """(update, record) of a split's evaluations at temperature 1."""
   for record in records:
     if (
       record.get('phase') != 'eval'
@@ -256,18 +279,29 @@ def _evaluated(records: Records, split: str, last_update: float) -> dict[str, Co
     # Evaluations before RL have steps of another phase: plot them at update 0.
     x = {'after SFT': 0.0, 'after RL': last_update, 'during RL': float(record['step'])}
     if (update := x.get(record.get('stage'))) is not None:
-      key = record.get('family', 'all'), record.get('calls'), update
-      latest[key] = record['successes'], record['n']
-  counts: dict[str, Counts] = {}
-  for (family, _, update), (successes, n) in latest.items():
-    by_update = counts.setdefault(family, {})
-    before = by_update.get(update, (0, 0))
-    by_update[update] = before[0] + successes, before[1] + n
-  return counts
+      yield update, record
 
 
-def _points(name: str, counts: Counts | None, colour: int) -> list[svg.Series]:
-  """Success rates with their Wilson intervals."""
+def _address(**place: Any) -> str:
+  """A place on the trajectory page, next to the report."""
+  return f'{TRAJECTORIES}#{_query(**place)}'
+
+
+def _query(**place: Any) -> str:
+  return urllib.parse.urlencode(place, errors='replace')  # lone surrogates
+
+
+def _links(records: Records, split: str, last_update: float) -> Links:
+  return {
+    update: _address(phase='eval', stage=evaluations.name(record))
+    for update, record in _placed(records, split, last_update)
+  }
+
+
+def _points(
+  name: str, counts: Counts | None, colour: int, links: Links, more: str = ''
+) -> list[svg.Series]:
+  """Success rates with their Wilson intervals; `more`: of the fragment of links."""
   if not counts:
     return []
   intervals = [stats.wilson(successes, n) for successes, n in counts.values()]
@@ -280,19 +314,28 @@ def _points(name: str, counts: Counts | None, colour: int) -> list[svg.Series]:
       style='points',
       low=[low for low, _ in intervals],
       high=[high for _, high in intervals],
+      links=[links[update] + more for update in counts],
     )
   ]
 
 
 def _success(
-  title: str, name: str, rl: Records, points: Sequence[svg.Series], note: str, **options
+  title: str,
+  name: str,
+  rl: Records,
+  points: Sequence[svg.Series],
+  note: str,
+  **options,
 ) -> Plot:
   """Training success as lines, evaluations at temperature 1 as points."""
   series = [*_averaged(rl, name), *points]
+  options = {'link': _address(step=''), **options}
   return _finish(title, note, series, y_format=svg.percent, y_limits=_SHARE, **options)
 
 
-def _families(rl: Records, dev: Mapping[str, Counts], last_update: float) -> list[Plot]:
+def _families(
+  rl: Records, dev: Mapping[str, Counts], last_update: float, links: Links
+) -> list[Plot]:
   """A small plot per family, all with the same x range."""
   prefix = 'success/'
   names.metric('rl', f'{prefix}*')
@@ -304,10 +347,11 @@ def _families(rl: Records, dev: Mapping[str, Counts], last_update: float) -> lis
       printable(family),
       prefix + family,
       rl,
-      _points('development', dev.get(family), 2),
+      _points('development', dev.get(family), 2, links, f'&{_query(family=family)}'),
       note='',
       x_limits=limits,
       width=svg.WIDTH // 2,
+      link=_address(family=family, step=''),
     )
     for family in sorted(found | set(dev) - {'all'})
   ]

@@ -127,6 +127,7 @@ def render(
     headline=_headline(summary.evaluations),
     tables=_tables(summary.evaluations),
     sections=plots.sections(records, summary.capacity_items, summary.window_items),
+    trajectories=plots.TRAJECTORIES,
     counters=_counters(records),
     config=_flatten(config),
     episodes=shown,

@@ -30,6 +30,7 @@ class Series:
     colour: 0 … 5, a class of the style sheet.
     style: 'line', 'faint' (a line behind others), 'points', or 'limit' (dashed).
     low, high: ends of the whiskers of each point, for 'points'.
+    links: the address that each point leads to, for 'points'.
     reduce: how neighbours are merged if there are too many points: 'mean' or 'max'.
   """
 
@@ -40,6 +41,7 @@ class Series:
   style: str = 'line'
   low: Sequence[float] = ()
   high: Sequence[float] = ()
+  links: Sequence[str] = ()
   reduce: str = 'mean'
 
 
@@ -110,6 +112,7 @@ def line_plot(
   y_limits: tuple[float, float] | None = None,
   x_limits: tuple[float, float] | None = None,
   width: int = WIDTH,
+  link: str = '',
 ) -> Markup:
   """Plots series over a common x axis.
 
@@ -121,6 +124,7 @@ def line_plot(
     y_limits: fixed y range; by default the range of the values, and zero if it is near.
     x_limits: x range; by default the range of the values.
     width: width of the view box; a plot of half a column needs half of WIDTH.
+    link: where a click on a line leads: this and the x of the point.
 
   Returns:
     An <svg> element, or '' if there is no finite point.
@@ -152,6 +156,7 @@ def line_plot(
         'name': s.name,
         'x': [_digits(x) for x in s.x],
         'text': [y_format(y) for y in s.y],
+        'link': '' if s.style == 'points' else link,
       }
       for s in drawn
       if s.style != 'limit'
@@ -281,6 +286,7 @@ def _reduce(series: Series) -> Series:
       y=pick(series.y),
       low=pick(series.low),
       high=pick(series.high),
+      links=pick(series.links),
     )
   size = math.ceil(len(order) / _MAX_POINTS)
   xs, ys = [], []
@@ -336,7 +342,11 @@ def _drawn(
         shown += Markup(
           '<line class="whisker" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>'
         ).format(place_x(x), place_y(series.low[i]), place_y(series.high[i]))
-      shown += Markup('<circle cx="{}" cy="{}" r="4"/>').format(place_x(x), place_y(y))
+      dot = Markup('<circle cx="{}" cy="{}" r="4"/>').format(place_x(x), place_y(y))
+      if series.links:
+        link, label = series.links[i], f'{series.name}, {x:g}: trajectories'
+        dot = Markup('<a href="{}" aria-label="{}">{}</a>').format(link, label, dot)
+      shown += dot
   else:
     for run in _finite_runs(series):
       points = ' '.join(f'{place_x(x)},{place_y(y)}' for x, y in run)

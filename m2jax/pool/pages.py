@@ -7,6 +7,7 @@ items are sorted newest first, and so are evaluations (which have no item).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from m2jax import records
-from m2jax.observe import transcript
+from m2jax.observe import svg, transcript
 from m2jax.pool import tables
 from m2jax.pool.database import Database
 from m2jax.pool.reader import Reader
@@ -23,6 +24,8 @@ PHASES = ('rl', 'eval')
 _SEARCHED_ROWS = 400  # messages that one page decompresses at most
 _INSTRUCTION_CHARS, _TITLE_CHARS = 120, 400  # of a row, of what is opened
 _KNOWN_INSTRUCTIONS = 10_000
+_BARS, _MAX_REWARD = 16, 1e300  # of a histogram
+_MAX_TASKS = 20_000
 _BEFORE_CHARS, _AFTER_CHARS = 16, 60  # shown around what a search finds
 # Columns of a listed trajectory. `Page.rows` has three more.
 LISTED = (
@@ -43,6 +46,10 @@ class Condition:
     success: a verdict of 1, or one below.
     least_s, most_s: bounds on the wall-clock seconds.
     first_row, last_row: bounds on the row.
+    step: the learner's step that took the group.
+    least_reward, most_reward: bounds on the return of a training
+      trajectory or on the verdict of an evaluation; the upper one is excluded.
+    sessions: only these trajectories.
     text: occurs in the messages, task, answer or error, in whatever case.
   """
 
@@ -54,6 +61,10 @@ class Condition:
   most_s: float | None = None
   first_row: int | None = None
   last_row: int | None = None
+  step: int | None = None
+  least_reward: float | None = None
+  most_reward: float | None = None
+  sessions: frozenset[str] | None = None
   text: str = ''
 
   def __post_init__(self):
@@ -247,6 +258,50 @@ class PageReader(Reader):
       out[item][session] = int(tokens), float(advantage)
     return out
 
+  def histogram(self, where: Condition) -> dict[str, list[Any]]:
+    """How the rewards of the trajectories that meet a condition are distributed.
+
+    Its text and its bounds on the reward do not count. `edges` are round numbers around
+    all rewards of the phase; `counts` has one number fewer. A reward on an edge counts
+    in the bar above it, in the last bar if it is the last edge.
+    """
+    where = dataclasses.replace(where, text='', least_reward=None, most_reward=None)
+    value = _reward(where.phase)
+    finite = value.between(-_MAX_REWARD, _MAX_REWARD)  # NaN is above all on PostgreSQL
+    everyone = _matching(Condition(where.phase)) & finite
+    limits = sa.select(sa.func.min(value), sa.func.max(value)).where(everyone)
+    low, high = self._read(limits)[0]
+    if low is None:
+      return {'edges': [], 'counts': []}
+    edges = [float(f'{x:.10g}') for x in svg.ticks(low, high, about=_BARS)]
+    bars = [(value >= a) & (value < b) for a, b in itertools.pairwise(edges)]
+    if not bars:
+      return {'edges': edges, 'counts': []}
+    bars[-1] = value >= edges[-2]
+    counted = [sa.func.sum(sa.case((bar, 1), else_=0)) for bar in bars]
+    found = self._read(sa.select(*counted).where(_matching(where) & finite))[0]
+    return {'edges': edges, 'counts': [int(n or 0) for n in found]}
+
+  def tasks(self, where: Condition) -> list[list[Any]]:
+    """[task, family, trajectories, mean verdict] of each task, the newest first.
+
+    What was superseded, or failed for infrastructure, does not count; 20,000 tasks at
+    most.
+    """
+    t = tables.trajectories.c
+    numbers = sa.func.min(t.family), sa.func.count(), sa.func.avg(t.success)
+    query = (
+      sa.select(t.task, *numbers).where(_matching(where), _judged()).group_by(t.task)
+    )
+    query = query.order_by(sa.func.max(t.row).desc()).limit(_MAX_TASKS)
+    return [list(r) for r in self._read(query)]
+
+  def of_task(self, where: Condition, task: str, n: int) -> list[str]:
+    """Up to n sessions of `tasks` that have a task, the newest first."""
+    t = tables.trajectories.c
+    query = sa.select(t.session).where(_matching(where), _judged(), t.task == task)
+    return [r[0] for r in self._read(query.order_by(t.row.desc()).limit(n))]
+
   def newest(self) -> int:
     """Row of the newest trajectory; 0 if there is none."""
     newest = sa.func.max(tables.trajectories.c.row)
@@ -321,7 +376,28 @@ def _matching(where: Condition) -> sa.ColumnElement:
     found &= t.row >= where.first_row
   if where.last_row is not None:
     found &= t.row <= where.last_row
+  if where.step is not None:
+    i = tables.items.c
+    taken = (i.state == 'taken') & (i.step == where.step)
+    found &= t.item.in_(sa.select(i.index).where(taken))
+  if where.least_reward is not None:
+    found &= _reward(where.phase) >= where.least_reward
+  if where.most_reward is not None:
+    found &= _reward(where.phase) < where.most_reward
+  if where.sessions is not None:
+    found &= t.session.in_(sorted(where.sessions))
   return found
+
+
+def _reward(phase: str) -> sa.ColumnElement:
+  """The return that a step computed; evaluations have a verdict only."""
+  t = tables.trajectories.c
+  return t.total if phase == 'rl' else t.success
+
+
+def _judged() -> sa.ColumnElement:
+  t = tables.trajectories.c
+  return ~t.superseded & (t.end_reason != 'infrastructure')
 
 
 def _asks(row: sa.Row) -> int:

@@ -7,11 +7,13 @@ WORKDIR/annotations.jsonl, and never changes it. One object per line:
    "completion": C or null, "token": index in its response or null}
   {"schema": 1, "time_s": …, "session": S, "kind": "tokens", "name": NAME,
    "completion": C, "version": V, "values": [one number per response token]}
+  {"schema": 1, "time_s": …, "session": S, "kind": "flag", "flag": FLAG, "on": true}
 
-NAME is 'learner_logprob' or 'entropy', of the weights of version V (`experiments.replay
---record` computes them). Several processes may append: each locks the file for a line.
-A full disk leaves no partial line; what a killed process leaves becomes a separate
-line, which readers skip.
+FLAG is 'hacked', 'infrastructure' or 'look' (look at this); the last record of a flag
+decides whether the trajectory has it. NAME is 'learner_logprob' or 'entropy', of the
+weights of version V (`experiments.replay --record` computes them). Several processes
+may append: each locks the file for a line. A full disk leaves no partial line; what a
+killed process leaves becomes a separate line, which readers skip.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from m2jax.observe import metrics
 SCHEMA = 1
 FILE = 'annotations.jsonl'
 NAMES = 'learner_logprob', 'entropy'
+FLAGS = 'hacked', 'infrastructure', 'look'
 MAX_TEXT_CHARS = 10_000
+MAX_FLAGGED = 10_000  # trajectories: each page has all of their flags
 _MAX_PER_SESSION = 1000  # notes that are read
 
 
@@ -43,6 +47,7 @@ class Annotations:
     self._lock = threading.Lock()
     self._read_bytes = 0
     self._places: dict[str, list[tuple[int, int]]] = {}  # (offset, bytes) by session
+    self._flagged: dict[str, set[str]] = {}
 
   def note(
     self,
@@ -68,6 +73,30 @@ class Annotations:
     return self._append(
       session, kind='note', text=text, completion=completion, token=token
     )
+
+  def flag(self, session: str, flag: str, on: bool) -> dict[str, Any]:
+    """Appends that a trajectory has a flag, or no longer has it; returns the record.
+
+    Raises:
+      ValueError: an unknown flag, or too many trajectories have one; names the field.
+      OSError: the file cannot be written.
+    """
+    if flag not in FLAGS:
+      raise ValueError(f'flag: must be one of {FLAGS}')
+    if not isinstance(on, bool):
+      raise ValueError('on: must be true or false')
+    if on and len(self.flagged() | {session: ()}) > MAX_FLAGGED:
+      raise ValueError(
+        f'flag: {MAX_FLAGGED:,} trajectories have one; remove some first'
+      )
+    return self._append(session, kind='flag', flag=flag, on=on)
+
+  def flagged(self) -> dict[str, list[str]]:
+    """Flags of each trajectory that has any, of the last MAX_FLAGGED at most."""
+    with self._lock:
+      self._index()
+      found = [(s, sorted(flags)) for s, flags in self._flagged.items() if flags]
+    return dict(found[-MAX_FLAGGED:])
 
   def tokens(
     self,
@@ -144,10 +173,14 @@ class Annotations:
         if not line.endswith(b'\n'):
           break  # being written
         try:
-          session = json.loads(line)['session']
+          record = json.loads(line)
+          session = record['session']
         except (ValueError, KeyError, TypeError):
           session = None
         if isinstance(session, str):
           place = self._read_bytes, len(line)
           self._places.setdefault(session, []).append(place)
+          if record.get('kind') == 'flag' and record.get('flag') in FLAGS:
+            flags = self._flagged.setdefault(session, set())
+            (flags.add if record.get('on') else flags.discard)(record['flag'])
         self._read_bytes += len(line)

@@ -1,13 +1,20 @@
 """The page and its JSON API, as routes of an ASGI application.
 
   GET  /view                        the page; nothing of the run is in it
-  GET  /view/api/run                `Run.summary`
-  GET  /view/api/list?phase=rl|eval&before=&family=&end_reason=&outcome=&least_s=
-         &most_s=&rows=FIRST-LAST&text=   `pages.Page`
+  GET  /view/api/run?run=           `Run.summary`
+  GET  /view/api/list?CONDITION&before=      `pages.Page`
+  GET  /view/api/histogram?CONDITION         `PageReader.histogram`
+  GET  /view/api/curves                      `Run.curves`
   GET  /view/api/group/ITEM         `bundle`, of a rollout group
   GET  /view/api/session/SESSION    `bundle`, of one trajectory
+  GET  /view/api/tasks?run=&CONDITION        `PageReader.tasks`
+  GET  /view/api/task?run=&task=&CONDITION   `bundle`, of trajectories of one task
   GET  /view/api/annotations/SESSION
-  POST /view/api/annotations/SESSION {"text", "completion", "token"}
+  POST /view/api/annotations/SESSION {"text", "completion", "token"} or {"flag", "on"}
+
+CONDITION is phase=rl|eval, family, end_reason, outcome, flag, least_s, most_s,
+least_reward, most_reward, step, rows=FIRST-LAST and text, each of which may be absent.
+run=other is the run that is compared; it is only read.
 
 All but the page need the run's key `view` as `Authorization: Bearer KEY`, which allows
 nothing else; links have it behind a `#`, which browsers do not send. Requests with a
@@ -22,6 +29,7 @@ import asyncio
 import concurrent.futures
 import functools
 import json
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -33,11 +41,25 @@ from m2jax.gateway.errors import ApiError, invalid, too_large
 from m2jax.gateway.receiving import Bodies, Disconnected, authorise
 from m2jax.pool.pages import Condition
 from m2jax.viewer import page
+from m2jax.viewer.annotations import FLAGS
 from m2jax.viewer.run import Run
 
 _BODY_BYTES = 64 << 10
 _MAX_TEXT_CHARS = 200
+_TASK_CHARS, _OF_TASK = 10_000, 4  # trajectories of a task that are shown
 _OUTCOMES = {'': None, 'success': True, 'failure': False}
+_BOUNDS = 'least_s', 'most_s', 'least_reward', 'most_reward'
+_CONDITION = {
+  'phase',
+  'family',
+  'end_reason',
+  'outcome',
+  'flag',
+  'rows',
+  'step',
+  'text',
+}
+_CONDITION |= {*_BOUNDS}
 _NOT_CACHED = {
   'cache-control': 'no-store',
   'x-content-type-options': 'nosniff',
@@ -47,7 +69,12 @@ _NOT_CACHED = {
 
 
 def add_routes(
-  app: fastapi.FastAPI, run: Run, key: str, host: str, more: Collection[str] = ()
+  app: fastapi.FastAPI,
+  run: Run,
+  key: str,
+  host: str,
+  more: Collection[str] = (),
+  other: Run | None = None,
 ) -> None:
   """Adds the routes to an application.
 
@@ -58,6 +85,7 @@ def add_routes(
     host: the address that the server listens at. Requests may have it as their Host,
       and beyond loopback any address.
     more: further names of the server.
+    other: a run to compare it with.
   """
   threads = concurrent.futures.ThreadPoolExecutor(1, 'viewer')
   names, addresses = hosts.names(host, more), not hosts.is_loopback(host)
@@ -70,6 +98,13 @@ def add_routes(
   def checked(request: fastapi.Request) -> None:
     check_host(request)
     authorise(request.scope, key)
+
+  def which(given) -> Run:
+    if (name := given.get('run', '')) not in ('', 'other'):
+      raise invalid("must be 'other' or absent", 'run')
+    if name and other is None:
+      raise ApiError(404, 'no run is compared: --compare', code='not_found')
+    return other if name else run
 
   async def answer(function: Callable[[], Any]) -> Response:
     def work() -> bytes | None:
@@ -90,13 +125,51 @@ def add_routes(
   @app.get('/view/api/run')
   async def summary(request: fastapi.Request):
     checked(request)
-    return await answer(run.summary)
+    chosen = which(_known(request.query_params, {'run'}))
+    compared = other.title if other else ''
+    return await answer(lambda: chosen.summary() | {'compared': compared})
 
   @app.get('/view/api/list')
   async def listed(request: fastapi.Request):
     checked(request)
-    where, before = _condition(request.query_params)
+    given = _known(request.query_params, _CONDITION | {'before'})
+    where, before = _condition(given, run), given.get('before')
+    before = None if before is None else _integer(before, 'before')
     return await answer(lambda: vars(run.reader.page(where, before)))
+
+  @app.get('/view/api/histogram')
+  async def histogram(request: fastapi.Request):
+    checked(request)
+    where = _condition(_known(request.query_params, _CONDITION), run)
+    return await answer(functools.partial(run.reader.histogram, where))
+
+  @app.get('/view/api/curves')
+  async def curves(request: fastapi.Request):
+    checked(request)
+    _known(request.query_params, ())
+    return await answer(run.curves)
+
+  @app.get('/view/api/tasks')
+  async def tasks(request: fastapi.Request):
+    checked(request)
+    given = _known(request.query_params, _CONDITION | {'run'})
+    chosen = which(given)
+    where = _condition(given, chosen)
+    return await answer(functools.partial(chosen.reader.tasks, where))
+
+  @app.get('/view/api/task')
+  async def of_task(request: fastapi.Request):
+    checked(request)
+    given = _known(request.query_params, _CONDITION | {'run', 'task'})
+    chosen, task = which(given), given.get('task', '')
+    where = _condition(given, chosen)
+    if len(task) > _TASK_CHARS:
+      raise invalid(f'longer than {_TASK_CHARS} characters', 'task')
+
+    def work():
+      return chosen.bundles.sessions(chosen.reader.of_task(where, task, _OF_TASK))
+
+    return await answer(work)
 
   @app.get('/view/api/group/{item}')
   async def group(request: fastapi.Request, item: str):
@@ -129,38 +202,48 @@ def add_routes(
       if run.reader.trajectory(session) is None:
         return None
       try:
-        return run.annotations.note(session, **note)
+        write = run.annotations.flag if 'flag' in note else run.annotations.note
+        return write(session, **note)
       except ValueError as error:
         raise invalid(str(error), None) from error
 
     return await answer(work)
 
 
-def _condition(given) -> tuple[Condition, int | None]:
-  known = {'phase', 'before', 'family', 'end_reason', 'outcome', 'least_s', 'most_s'}
-  if unknown := set(given) - known - {'rows', 'text'}:
+def _known(given, names: Collection[str]):
+  """The parameters; raises ApiError if one is not among the names."""
+  if unknown := set(given) - set(names):
     raise invalid('unknown parameter', sorted(unknown)[0])
+  return given
+
+
+def _condition(given, run: Run) -> Condition:
   if (outcome := given.get('outcome', '')) not in _OUTCOMES:
     raise invalid(f'must be one of {sorted(filter(None, _OUTCOMES))}', 'outcome')
+  if (flag := given.get('flag', '')) not in ('', 'any', *FLAGS):
+    raise invalid(f"must be 'any' or one of {FLAGS}", 'flag')
   if len(text := given.get('text', '')) > _MAX_TEXT_CHARS:
     raise invalid(f'longer than {_MAX_TEXT_CHARS} characters', 'text')
-  before = given.get('before')
   first, _, last = (rows := given.get('rows', '')).partition('-')
+  step, flagged = given.get('step'), None
+  if flag:
+    found = run.annotations.flagged().items()
+    flagged = frozenset(s for s, flags in found if flag == 'any' or flag in flags)
   try:
-    where = Condition(
-      given.get('phase', 'rl'),
-      given.get('family') or None,
-      given.get('end_reason') or None,
-      _OUTCOMES[outcome],
-      _number(given.get('least_s'), 'least_s'),
-      _number(given.get('most_s'), 'most_s'),
-      _integer(first, 'rows') if rows else None,
-      _integer(last, 'rows') if rows else None,
-      text,
+    return Condition(
+      phase=given.get('phase', 'rl'),
+      family=given.get('family') or None,
+      end_reason=given.get('end_reason') or None,
+      success=_OUTCOMES[outcome],
+      first_row=_integer(first, 'rows') if rows else None,
+      last_row=_integer(last, 'rows') if rows else None,
+      step=_integer(step, 'step') if step else None,
+      sessions=flagged,
+      text=text,
+      **{name: _number(given.get(name), name) for name in _BOUNDS},
     )
   except ValueError as error:
     raise invalid(str(error), 'phase') from error
-  return where, None if before is None else _integer(before, 'before')
 
 
 def _integer(text: str, name: str) -> int:
@@ -177,17 +260,22 @@ def _number(text: str | None, name: str) -> float | None:
   if not text:
     return None
   try:
-    return float(text)
+    value = float(text)
   except ValueError as error:
     raise invalid('must be a number', name) from error
+  if math.isnan(value):
+    raise invalid('must be a number', name)
+  return value
 
 
 def _note(body: bytearray) -> dict[str, Any]:
   found = fields.body(body)
-  if 'text' not in found:
-    raise invalid('must be there', 'text')
-  if unknown := set(found) - {'text', 'completion', 'token'}:
+  known = {'flag', 'on'} if 'flag' in found else {'text', 'completion', 'token'}
+  if unknown := set(found) - known:
     raise invalid('unknown field', sorted(unknown)[0])
+  for name in ('flag', 'on') if 'flag' in found else ('text',):
+    if name not in found:
+      raise invalid('must be there', name)
   return found
 
 

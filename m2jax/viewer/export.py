@@ -57,6 +57,8 @@ def write(
     'eval': evaluations,
     'evaluations_per_chunk': _EVALUATIONS,
     'noted': noted,
+    'curves': run.curves(),
+    'edges': {p: run.reader.histogram(Condition(p))['edges'] for p in PHASES},
   }
   html = page.exported(run.title)
   temporary = path.with_name(path.name + '.new')

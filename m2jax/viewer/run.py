@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import math
 import pathlib
 import threading
 from typing import Any
 
-from m2jax.observe import metrics
+from m2jax.observe import evaluations, metrics
 from m2jax.pool import database
 from m2jax.pool.pages import LISTED, MORE, PageReader
 from m2jax.rl import estimators
@@ -19,6 +20,7 @@ from m2jax.viewer.bundle import LOGPROB_UNIT, Bundles
 
 POOLS = 'pool.db', 'evaluation.db', 'served.db'
 _WRITTEN_LAST = 'report.html', 'evaluation.json'  # by experiments.forge and .evaluate
+_METRICS_BYTES, _POINTS = 64 << 20, 500  # read for curves; of one curve
 SCHEMA = 1
 
 
@@ -80,7 +82,40 @@ class Run:
       'stages': stages,
       'kinds': [[*kind, n] for kind, n in kinds],
       'listed': [*LISTED, *MORE],
+      'flagged': self.annotations.flagged(),
       'logprob_unit': LOGPROB_UNIT,
+    }
+
+  def curves(self) -> dict[str, Any]:
+    """Points of the curves of `metrics.jsonl`; each one has trajectories.
+
+    `rl`: [step, reward, success]; `eval`: [name of the stage, success, tasks]; unknown
+    values are null. Of more than 500 steps every `every`-th is there, and the last.
+    `problem`: why there are none.
+    """
+    path = self.workdir / metrics.FILE_NAME
+    if path.exists() and path.stat().st_size > _METRICS_BYTES:
+      problem = f'{metrics.FILE_NAME} is larger than {_METRICS_BYTES >> 20} MB'
+      return {'rl': [], 'eval': [], 'every': 1, 'problem': problem}
+    try:
+      records = metrics.read(self.workdir)
+    except metrics.MetricsError as error:
+      return {'rl': [], 'eval': [], 'every': 1, 'problem': str(error)}
+    steps = [r for r in records if r['phase'] == 'rl' and type(r['step']) is int]
+    every = max(1, math.ceil(len(steps) / _POINTS))
+    rl = [
+      [r['step'], _number(r.get('reward')), _number(r.get('success'))]
+      for r in sorted(steps[::-every], key=lambda r: r['step'])
+    ]
+    return {
+      'rl': rl,
+      'eval': [
+        [evaluations.name(r), _number(r['successes'] / r['n']), r['n']]
+        for r in _evaluations(records)[-_POINTS:]
+        if _number(r.get('successes')) is not None and _number(r.get('n'))
+      ],
+      'every': every,
+      'problem': '',
     }
 
   def _status(self) -> str:
@@ -101,11 +136,15 @@ class Run:
     now = path.stat().st_size if path.exists() else 0, self._counted
     if now != self._evaluated:
       self._evaluated, self._stages, last = now, [], 0
-      for record in _evaluations(self.workdir):
+      try:
+        records = metrics.read(self.workdir, 'eval')
+      except metrics.MetricsError:
+        records = []
+      for record in _evaluations(records):
         before, found = last, self.reader.evaluated(last, record['time_s'])
         if found is not None:
           last = found
-          self._stages.append([_stage(record), before + 1, last])
+          self._stages.append([evaluations.name(record), before + 1, last])
     return self._stages
 
   def close(self) -> None:
@@ -133,19 +172,20 @@ def _normaliser(learner: dict[str, Any]) -> str:
   return estimators.make(kind, normaliser=learner.get('normaliser')).normaliser
 
 
-def _evaluations(workdir: pathlib.Path) -> list[metrics.Record]:
-  try:
-    records = metrics.read(workdir, 'eval')
-  except metrics.MetricsError:
-    return []
-  return [r for r in records if r.get('family') == 'all']
+def _evaluations(records: list[metrics.Record]) -> list[metrics.Record]:
+  alike = (r for r in records if r['phase'] == 'eval' and r.get('family') == 'all')
+  return [r for r in alike if _named(r)]
 
 
-def _stage(record: metrics.Record) -> str:
-  return (
-    f'{record.get("stage")}, step {record["step"]}, {record.get("split")}, '
-    f'temperature {record.get("temperature", 1):g}'
-  )
+def _named(record: metrics.Record) -> bool:
+  numbers = record['step'], record.get('time_s'), record.get('temperature', 1)
+  return all(isinstance(x, (int, float)) for x in numbers)
+
+
+def _number(value: Any) -> float | None:
+  """A finite number, which is all that JSON has."""
+  known = isinstance(value, (int, float)) and math.isfinite(value)
+  return float(value) if known else None
 
 
 def _settings(workdir: pathlib.Path) -> dict[str, Any]:

@@ -57,8 +57,10 @@ def _own_address(unspecified: str) -> str:
 
 
 @contextlib.contextmanager
-def serving(run: Run, key: str, port: int = 0) -> Iterator[str]:
-  """Serves the page alone on loopback; yields its link.
+def serving(
+  run: Run, key: str, port: int = 0, other: Run | None = None
+) -> Iterator[str]:
+  """Serves the page alone on loopback; yields its link. `other`: see `api.add_routes`.
 
   Raises:
     OSError: the port is in use.
@@ -74,7 +76,7 @@ def serving(run: Run, key: str, port: int = 0) -> Iterator[str]:
     return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), 404)
 
   settings = GatewayConfig(port=port, max_connections=64)
-  api.add_routes(app, run, key, settings.host)
+  api.add_routes(app, run, key, settings.host, other=other)
   listener = Listener('viewer', app, settings, Counters())
   listener.start()
   try:

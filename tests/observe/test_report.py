@@ -234,7 +234,8 @@ def test_the_page_loads_nothing_and_its_policy_admits_only_its_own_script():
   for tag, names, attrs in page.tags:
     assert not any(name.startswith('on') or name == 'style' for name in names)
     for name in loading & set(names):
-      assert attrs[name].startswith('#') or attrs[name] == 'data:,', (tag, name)
+      known = '#', 'data:,', *(['trajectories.html#'] if tag == 'a' else [])
+      assert attrs[name].startswith(known), (tag, name)
   (policy,) = [a['content'] for t, _, a in page.tags if 'http-equiv' in a]
   assert policy.startswith("default-src 'none'")
   assert 'unsafe' not in policy
@@ -369,6 +370,29 @@ def test_development_success_is_drawn_over_the_updates_with_its_interval():
   assert f'y1="{y[low]:.2f}" y2="{y[high]:.2f}"' in drawing
   # evaluations during RL are no rows of the headline
   assert evaluations.by_stage(records) == evaluations.by_stage(_records())
+
+
+def test_points_lead_to_their_trajectories():
+  """An evaluation by its name, a curve of updates by its step, of a family only its
+  own; SFT has no trajectories."""
+  records = [
+    *_records(),
+    _evaluation(20, 60, 100),
+    _evaluation(20, 6, 10, family='count lines'),
+  ]
+  found = plots.sections(records)
+  drawn = {plot.title: plot for section in found for plot in section.plots}
+  stage = 'phase=eval&stage=during+RL%2C+step+20%2C+dev%2C+temperature+1'
+  hrefs = lambda title: [
+    html.unescape(x) for x in re.findall('href="([^"]*)"', drawn[title].drawing)
+  ]
+  assert f'trajectories.html#{stage}' in hrefs('Success')
+  assert hrefs('count lines') == [f'trajectories.html#{stage}&family=count+lines']
+  links = {title: {s['link'] for s in _hover(drawn[title])} for title in drawn}
+  assert links['Loss'] == {'trajectories.html#step='}
+  assert links['SFT loss'] == {''}
+  assert links['Success'] == {'trajectories.html#step=', ''}  # '': of evaluations
+  assert links['count lines'] == {'trajectories.html#family=count+lines&step=', ''}
 
 
 def test_success_by_family_over_the_updates():

@@ -65,9 +65,9 @@ def add_group(pool, item, step=None, text='a task', family='find'):
   if step is not None:
     pool.complete(item)
     pool.take([item], step)
-    reward = records.TrajectoryReward(0.0, 0.0, 1.0, 1.0)
+    reward = lambda r: records.TrajectoryReward(0.0, 0.0, 1.0, float(r))
     pool.set_rewards(
-      {f's{item}.{r}': reward for r in range(2)},
+      {f's{item}.{r}': reward(r) for r in range(2)},
       {f's{item}.{r}-{t}': 2.0 * r - 1 for r in range(2) for t in range(2)},
     )
     pool.flush()
@@ -82,6 +82,7 @@ def add_evaluation(pool, workdir, stage, sessions, time_s, temperature=1.0):
   pool.flush()
   record = dict(schema=metrics.SCHEMA, lineage=0, time_s=time_s, phase='eval', step=4)
   record |= dict(stage=stage, split='dev', temperature=temperature, family='all')
+  record |= dict(successes=float(len(sessions)), n=len(sessions))
   with open(workdir / metrics.FILE_NAME, 'a') as file:
     file.write(json.dumps(record) + '\n')
 
@@ -125,9 +126,13 @@ def example_run(tmp_path_factory):
 
 
 @pytest.fixture(scope='package')
-def example_link(example_run):
-  with serving.serving(example_run, KEY) as link:
-    yield link
+def example_link(example_run, tmp_path_factory):
+  """The link to its page, which compares it with a better run."""
+  workdir = tmp_path_factory.mktemp('better')
+  example.write(workdir, better=True)
+  with contextlib.closing(Run(workdir)) as other:
+    with serving.serving(example_run, KEY, other=other) as link:
+      yield link
 
 
 @pytest.fixture(scope='package')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from m2jax import records
+from m2jax.observe import metrics
 from m2jax.pool.data_pool import DataPool
 from m2jax.text import chat, tokenizer
 from m2jax.viewer.run import Run
@@ -123,8 +125,11 @@ def completions(
   return found
 
 
-def write(workdir: pathlib.Path, items: int = 12) -> None:
-  """A pool, a tokenizer, and scores of the first group by a learner."""
+def write(workdir: pathlib.Path, items: int = 12, better: bool = False) -> None:
+  """A pool, a tokenizer, metrics, and scores of the first group by a learner.
+
+  `better`: a third of the groups succeed, all of them.
+  """
   rng, tok = np.random.default_rng(0), train_tokenizer(items)
   tok.save(workdir / 'tokenizer.json')
   with DataPool(f'sqlite:///{workdir}/pool.db') as pool:
@@ -134,7 +139,8 @@ def write(workdir: pathlib.Path, items: int = 12) -> None:
       pool.submit(records.WorkItem(item, spec, RANKS))
       advantages, baseline = {}, np.mean([succeeds(item, r) for r in range(RANKS)])
       for rank in range(1 if last else RANKS):
-        session, success = f'rl-{item}-{rank}', float(succeeds(item, rank))
+        session = f'rl-{item}-{rank}'
+        success = float(succeeds(item, rank) or (better and item % 3 == 0))
         sampled = completions(tok, item, rank, rng)
         for completion in sampled:
           pool.add_completion(completion)
@@ -152,9 +158,17 @@ def write(workdir: pathlib.Path, items: int = 12) -> None:
       pool.complete(item)
       if item % 2:
         pool.take([item - 1, item], item // 2)
-      reward = records.TrajectoryReward(0.0, 0.1, 1.0, 0.9)
-      pool.set_rewards({f'rl-{item}-{r}': reward for r in range(RANKS)}, advantages)
+      rewards = {
+        f'rl-{item}-{r}': records.TrajectoryReward(
+          0.0, 0.1, 1.0, float(succeeds(item, r)) - 0.02 * item + 0.1 * r
+        )
+        for r in range(RANKS)
+      }
+      pool.set_rewards(rewards, advantages)
     for i in range(3):
+      (sampled, *_) = completions(tok, i, 0, rng)
+      moved = dict(id=f'eval-{i}-0', session=f'eval-{i}', ended_s=sampled.ended_s + 1e3)
+      pool.add_completion(dataclasses.replace(sampled, **moved))
       pool.add_trajectory(
         records.Trajectory(
           *(f'eval-{i}', -1, 0, f'terminal/test/{FAMILIES[i]}/{i}', FAMILIES[i]),
@@ -163,6 +177,12 @@ def write(workdir: pathlib.Path, items: int = 12) -> None:
         )
       )
     pool.flush()
+  with metrics.MetricsWriter(workdir, use_tensorboard=False) as writer:
+    for step in range(items // 2 - 1):
+      success = np.mean([succeeds(2 * step + i // 4, i % 4) for i in range(8)])
+      writer.write('rl', step, success=success, reward=success - 0.04 * step + 0.13)
+    stage = dict(stage='after RL', split='held_out', temperature=1.0, family='all')
+    writer.write('eval', items // 2, stage, successes=1.0, n=3)
   _score(workdir, rng)
 
 

@@ -66,3 +66,23 @@ def test_a_failed_note_leaves_nothing(tmp_path, monkeypatch, how):
   assert writes and texts(path) == ['before']
   annotations.note('s', 'again')
   assert texts(path) == ['before', 'again']
+
+
+def test_flags_of_strangers(tmp_path, monkeypatch):
+  """Lines with unknown flags, or without one, are skipped; the number is bounded, and a
+  flag can still be removed."""
+  path = tmp_path / FILE
+  annotations = Annotations(path)
+  annotations.flag('s', 'hacked', True)
+  with open(path, 'a') as file:
+    for record in ('{"flag": "<b>", "on": true}', '{"flag": {}}', '{}', '[]'):
+      file.write(record.replace('{', '{"session": "t", "kind": "flag",', 1) + '\n')
+    file.write('{"session": "t", "kind": "flag", "flag": "look", "on": true}\n')
+  assert annotations.flagged() == {'s': ['hacked'], 't': ['look']}
+  monkeypatch.setattr('m2jax.viewer.annotations.MAX_FLAGGED', 2)
+  with pytest.raises(ValueError, match='trajectories have one'):
+    annotations.flag('u', 'look', True)
+  annotations.flag('t', 'hacked', True)
+  annotations.flag('s', 'hacked', False)
+  annotations.flag('u', 'look', True)
+  assert Annotations(path).flagged() == {'t': ['hacked', 'look'], 'u': ['look']}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
@@ -45,6 +46,12 @@ def listed(client, **params):
     ({'text': 'held', 'phase': 'eval'}, ['e0']),
     ({'before': '1'}, ['s0.0', 's0.1']),
     ({'rows': '3-5'}, ['s2.0', 's1.0', 's1.1']),
+    ({'step': '1'}, ['s1.0', 's1.1', 's0.0', 's0.1']),
+    ({'step': '2'}, []),
+    ({'least_reward': '0.5'}, ['s1.1', 's0.1']),
+    ({'most_reward': '1'}, ['s1.0', 's0.0']),  # the upper bound is excluded
+    ({'least_reward': '1', 'phase': 'eval'}, ['e0']),
+    ({'flag': 'any'}, []),
   ],
 )
 def test_conditions(client, params, sessions):
@@ -172,6 +179,20 @@ def test_stages_are_the_rows_before_their_records(tmp_path):
     ('/view/api/list?before=x', {}, 400),
     ('/view/api/list?rows=1', {}, 400),
     ('/view/api/list?before=99999999999999999999', {}, 400),
+    ('/view/api/list?step=-1', {}, 400),
+    ('/view/api/list?least_reward=nan', {}, 400),
+    ('/view/api/list?most_reward=x', {}, 400),
+    ('/view/api/list?flag=no', {}, 400),
+    ('/view/api/histogram?phase=no', {}, 400),
+    ('/view/api/histogram?before=1', {}, 400),
+    ('/view/api/histogram', {'Host': 'evil.example'}, 403),
+    ('/view/api/curves', {'Authorization': ''}, 401),
+    ('/view/api/curves?path=/etc/passwd', {}, 400),
+    ('/view/api/run?run=other', {}, 404),
+    ('/view/api/run?run=/etc', {}, 400),
+    ('/view/api/tasks?run=other', {}, 404),
+    ('/view/api/tasks', {'Authorization': ''}, 401),
+    ('/view/api/task?task=' + 10_001 * 'x', {}, 400),
     ('/view/api/group/-1', {}, 400),
     ('/view/api/group/99', {}, 404),
     ('/view/api/session/none', {}, 404),
@@ -221,6 +242,12 @@ def test_annotations_are_appended(client, workdir):
     ('s0.0', {'text': 'x', 'session': 's0.1'}, 400),
     ('s0.0', {'text': 'x', 'token': -1}, 400),
     ('none', {'text': 'x'}, 404),
+    ('s0.0', {'flag': 'cheated', 'on': True}, 400),
+    ('s0.0', {'flag': ['hacked'], 'on': True}, 400),
+    ('s0.0', {'flag': 'hacked'}, 400),
+    ('s0.0', {'flag': 'hacked', 'on': 1}, 400),
+    ('s0.0', {'flag': 'hacked', 'on': True, 'text': 'x'}, 400),
+    ('none', {'flag': 'hacked', 'on': True}, 404),
   ],
 )
 def test_bad_notes(client, workdir, session, body, status):
@@ -246,3 +273,122 @@ def test_the_summary_counts_each_trajectory_once(run):
   assert counted == sum(kind[-1] for kind in run.summary()['kinds']) == 7
   assert run.summary()['states'] == {'pending': 1, 'taken': 2}
   assert conftest.KEY not in json.dumps(run.summary())
+
+
+def flag(client, session, name, on):
+  path = f'/view/api/annotations/{session}'
+  response = client.post(path, json={'flag': name, 'on': on})
+  assert response.status_code == 200, response.text
+
+
+def test_a_flag_is_set_and_removed(client, workdir):
+  """The last record decides; each is a line of its own, and the list filters by it."""
+  flag(client, 's1.0', 'hacked', True)
+  flag(client, 's0.1', 'look', True)
+  flag(client, 's0.1', 'hacked', True)
+  flagged = lambda: client.get('/view/api/run').json()['flagged']
+  assert flagged() == {'s1.0': ['hacked'], 's0.1': ['hacked', 'look']}
+  assert listed(client, flag='hacked') == ['s1.0', 's0.1']
+  assert listed(client, flag='hacked', phase='eval') == []
+  flag(client, 's1.0', 'hacked', False)
+  assert flagged() == {'s0.1': ['hacked', 'look']}
+  assert listed(client, flag='hacked') == listed(client, flag='any') == ['s0.1']
+  for name in 'look', 'hacked':
+    flag(client, 's0.1', name, False)
+  assert flagged() == {} and listed(client, flag='any') == []
+  lines = (workdir / 'annotations.jsonl').read_text().splitlines()
+  found = [json.loads(line) for line in lines]
+  assert [n['on'] for n in found if n['kind'] == 'flag'] == [True] * 3 + [False] * 3
+
+
+def test_flags_need_the_key(client):
+  """And the server's own Host."""
+  body = {'flag': 'hacked', 'on': True}
+  post = lambda **headers: client.post(
+    '/view/api/annotations/s0.0', json=body, headers=headers
+  )
+  assert post(Authorization='').status_code == 401
+  assert post(Host='evil.example').status_code == 403
+  assert client.get('/view/api/run').json()['flagged'] == {}
+
+
+def test_rewards_are_counted(client):
+  """Under the other conditions, without those on the reward itself; an evaluation has
+  a verdict only, and one value is one edge."""
+  get = lambda **given: client.get('/view/api/histogram', params=given).json()
+  found = get(least_reward='0.5')
+  assert found['edges'] == [i / 10 for i in range(11)]
+  assert found['counts'] == [2, *[0] * 8, 2]
+  assert get(family='find')['counts'] == [1, *[0] * 8, 1]
+  assert get(step='9')['counts'] == [0] * 10
+  assert get(phase='eval') == {'edges': [1.0], 'counts': []}
+
+
+def write_metrics(workdir, *found):
+  lines = [
+    json.dumps({'schema': 1, 'lineage': 0, 'time_s': 1.0, **record}) for record in found
+  ]
+  (workdir / 'metrics.jsonl').write_text('\n'.join([*lines, '']))
+
+
+@pytest.fixture
+def opened(tmp_path):
+  """A run without trajectories, whose metrics are still to be written."""
+  DataPool(f'sqlite:///{tmp_path}/pool.db').close()
+  with contextlib.closing(Run(tmp_path)) as run:
+    yield run
+
+
+def rl(step, **fields):
+  return {'phase': 'rl', 'step': step, **fields}
+
+
+def test_curves_have_numbers_only(opened, tmp_path):
+  """What is not finite, no number or missing is null, as JSON has no NaN."""
+  of = dict(phase='eval', step=4, stage='after RL', split='dev', family='all')
+  write_metrics(
+    tmp_path,
+    *(rl(1, reward=0.5, success=1), rl(2, reward=None, success=float('nan'))),
+    *(rl(3, reward='<b>', success=float('inf')), rl('x', reward=1.0), rl(4)),
+    *({**of, 'successes': 3.0, 'n': 4}, {**of, 'successes': 3.0, 'n': 0}),
+    {**of, 'successes': 1, 'n': 2, 'temperature': 'hot'},
+    {**of, 'successes': 1, 'n': 2, 'family': 'find'},
+  )
+  found = opened.curves()
+  assert found['rl'] == [[1, 0.5, 1.0], *([i, None, None] for i in (2, 3, 4))]
+  assert found['eval'] == [['after RL, step 4, dev, temperature 1', 0.75, 4]]
+  json.dumps(found, allow_nan=False)
+  assert opened.summary()['stages'] == []
+
+
+def test_curves_are_bounded(opened, tmp_path, monkeypatch):
+  """Of many steps some are there, the last among them; a file that is too large or
+  damaged is named, and not shown in part."""
+  assert opened.curves()['rl'] == []
+  write_metrics(tmp_path, *(rl(step, reward=0.0) for step in range(1, 1202)))
+  found = opened.curves()
+  assert found['every'] == 3 and len(found['rl']) == 401
+  assert [step for step, *_ in found['rl']] == [*range(1, 1202, 3)]
+  monkeypatch.setattr('m2jax.viewer.run._METRICS_BYTES', 1000)
+  assert 'larger than' in opened.curves()['problem'] and not opened.curves()['rl']
+  (tmp_path / 'metrics.jsonl').write_text('{"schema": 1}\n[[[\n')
+  assert 'line 1' in opened.curves()['problem']
+
+
+def test_tasks_have_their_mean_verdict(tmp_path):
+  """Without what was superseded, or failed for infrastructure; of a part of the run."""
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    conftest.add_group(pool, 0)
+    failed = conftest.trajectory('f', -1, 0)
+    pool.add_trajectory(dataclasses.replace(failed, end_reason='infrastructure'))
+    for i, success in enumerate((0.0, 0.0, 1.0)):
+      pool.add_trajectory(conftest.trajectory(f'e{i}', -1, 0, success))
+    pool.flush()
+    with contextlib.closing(Run(tmp_path)) as run:
+      evaluated = Condition('eval')
+      assert run.reader.tasks(Condition()) == [['a/spec', 'find', 2, 0.5]]
+      assert run.reader.tasks(evaluated) == [
+        ['a/spec', 'find', 3, pytest.approx(1 / 3)]
+      ]
+      assert run.reader.of_task(evaluated, 'a/spec', 2) == ['e2', 'e1']
+      assert run.reader.of_task(evaluated, 'other', 2) == []

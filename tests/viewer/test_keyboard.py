@@ -20,7 +20,7 @@ MARK = """() => {
     && (e.matches(controls) || (hand(e) && !hand(e.parentElement))));
   const trees = new Set();
   for (const e of found) {
-    const tree = e.closest('[role=tree]');
+    const tree = e.closest('[role=tree], [role=listbox]');
     (tree ? tree : e).dataset.wanted = '';
     if (tree) trees.add(tree);
   }
@@ -43,6 +43,8 @@ VIEWS = {
   'transcript': (FIRST, '.transcript', 18),
   'tokens': ((*FIRST, '2'), '.tokens', 14),
   'timeline': ((*FIRST, '4'), '.timeline table', 13),
+  'members': ((*GROUP_0, '3'), '.members .who', 30),
+  'curves': (('v',), '.chart svg', 8),
 }
 
 

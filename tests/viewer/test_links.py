@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import urllib.parse
 
 import pytest
 from playwright.sync_api import expect
 
+from m2jax.observe import metrics
 from m2jax.pool.data_pool import DataPool
 from m2jax.viewer import export, serving
 from m2jax.viewer.run import Run
@@ -19,16 +21,21 @@ GROUPS = 52  # a page has 50
 
 @pytest.fixture(scope='module', params=['server', 'file'])
 def address(request, tmp_path_factory):
-  """That of a run, without a fragment. Group 30 is the last that was trained; two
-  stages were evaluated."""
+  """That of a run, without a fragment. Groups 29 and 30 were trained, in steps 1 and 2;
+  two stages were evaluated; a trajectory has a flag."""
   workdir = tmp_path_factory.mktemp('links')
   with DataPool(f'sqlite:///{workdir}/pool.db') as pool:
     for item in range(GROUPS):
-      step = 1 if item == 30 else None
+      step = {29: 1, 30: 2}.get(item)
       conftest.add_group(pool, item, step, text=f'Ask {item}', family='find')
+    with metrics.MetricsWriter(workdir, use_tensorboard=False) as writer:
+      for step in (1, 2):
+        writer.write('rl', step, reward=0.5, success=0.25 * step)
     conftest.add_evaluation(pool, workdir, 'after SFT', ['e0', 'e1'], 1000.0)
     conftest.add_evaluation(pool, workdir, 'after RL', ['e2'], 2000.0)
   with contextlib.closing(Run(workdir)) as run:
+    run.annotations.flag('s29.1', 'hacked', True)
+    run.annotations.flag('s29.1', 'look', True)
     if request.param == 'file':
       export.write(run, workdir / 'run.html')
       yield (workdir / 'run.html').as_uri()
@@ -121,6 +128,118 @@ def test_stages_filter_evaluations(at):
   tab.select_option('select[aria-label=stage]', stage)
   expect(tab.locator('.row')).to_have_count(2)
   expect(tab).to_have_url(re.compile(r'&stage=after\+SFT'))
+
+
+def rows(tab, *names):
+  """Waits until the list has exactly these."""
+  expect(tab.locator('.row')).to_have_count(len(names))
+  for name in names:
+    expect(tab.locator(f'#row-{name}'.replace('.', '\\.'))).to_be_visible()
+
+
+def test_a_point_of_a_curve_leads_to_its_trajectories(at):
+  """A step to what it trained, an evaluation to what it sampled; Back leads back."""
+  tab = at()
+  tab.click('nav >> text=Curves')
+  expect(tab).to_have_url(re.compile('#phase=curves$'))
+  expect(tab.locator('.chart')).to_have_count(3)
+  point = tab.locator('[id="Success-0"]')
+  point.hover()
+  expect(tab.locator('.chart p').first).to_have_text('step 1: 25 %')
+  point.click()
+  rows(tab, 'g29', 's29.0', 's29.1')
+  shows(tab, 'Group 29: 1 of 2', 'group=29&step=1')
+  tab.reload()
+  rows(tab, 'g29', 's29.0', 's29.1')
+  tab.go_back()
+  expect(tab.locator('.chart')).to_have_count(3)
+  tab.focus('.chart:last-child [role=listbox]')
+  press(tab, 'ArrowLeft', 'Enter')  # from the last
+  rows(tab, 'e0', 'e1')
+  shows(tab, 'Evaluation after SFT', place_of_stage('after SFT', session='e1'))
+
+
+def place_of_stage(stage, **more):
+  stage = f'{stage}, step 4, dev, temperature 1'
+  return urllib.parse.urlencode({**more, 'phase': 'eval', 'stage': stage})
+
+
+def test_a_stage_without_trajectories_is_empty(at):
+  """A link to an evaluation that is pruned does not show another's."""
+  tab = at()
+  tab.evaluate(f'location.hash = "{place_of_stage("before")}"')
+  expect(tab.locator('.list')).to_contain_text('No trajectory here yet')
+  rows(tab)
+
+
+def test_a_range_of_rewards_is_a_filter(at):
+  """A bar by a click, several by dragging or keys; again, or Escape, removes it. The
+  other filters change the bars."""
+  tab = at()
+  selected = tab.locator('.bars [aria-selected=true]')
+  expect(tab.locator('.bars [role=option]')).to_have_count(10)
+  expect(selected).to_have_count(10)
+  tab.click('#bar-9')
+  rows(tab, 'g30', 's30.1', 'g29', 's29.1')
+  expect(selected).to_have_count(1)
+  expect(tab).to_have_url(re.compile('least_reward=0.9$'))
+  tab.reload()
+  rows(tab, 'g30', 's30.1', 'g29', 's29.1')
+  tab.click('#bar-9')
+  expect(selected).to_have_count(10)
+  expect(tab).not_to_have_url(re.compile('reward'))
+  box = tab.locator('.bars').bounding_box()
+  y, x = box['y'] + box['height'] / 2, lambda share: box['x'] + share * box['width']
+  tab.mouse.move(x(0.25), y)
+  tab.mouse.down()
+  tab.mouse.move(x(0.15), y)
+  tab.mouse.move(x(0.05), y)
+  tab.mouse.up()
+  rows(tab, 'g30', 's30.0', 'g29', 's29.0')
+  expect(tab).to_have_url(re.compile('most_reward=0.3$'))
+  expect(selected).to_have_count(3)
+  tab.focus('.bars')
+  press(tab, 'Escape')
+  expect(selected).to_have_count(10)
+  press(tab, *['ArrowRight'] * 9, 'Enter', 'Shift+ArrowLeft', 'Shift+ArrowLeft')
+  expect(tab).to_have_url(re.compile('least_reward=0.7$'))
+  rows(tab, 'g30', 's30.1', 'g29', 's29.1')
+  tab.fill('input[aria-label=step]', '2')
+  press(tab, 'Enter')
+  rows(tab, 'g30', 's30.1')
+  expect(tab.locator('#bar-0')).to_have_attribute('title', '0 to 0.1: 1')
+  tab.click('.histogram >> text=all')
+  rows(tab, 'g30', 's30.0', 's30.1')
+
+
+def test_flags_are_shown_and_filter(at):
+  tab = at()
+  expect(tab.locator('#row-g29 .flag')).to_have_attribute(
+    'title', 'hacked, look at this'
+  )
+  tab.select_option('select[aria-label=flag]', 'infrastructure')
+  rows(tab)
+  tab.select_option('select[aria-label=flag]', 'look')
+  rows(tab, 'g29', 's29.1')
+  expect(tab).to_have_url(re.compile('flag=look$'))
+  tab.reload()
+  rows(tab, 'g29', 's29.1')
+  tab.dispatch_event('#row-s29\\.1', 'click')
+  expect(tab.locator('.detail')).to_contain_text('look at this')
+
+
+def test_members_side_by_side(at):
+  """A column each, and the first turn that is different; a click opens one."""
+  tab = at('group=29&tab=members')
+  expect(tab.locator('.member')).to_have_count(2)
+  expect(tab.locator('.member pre').first).to_have_text('an answer')
+  expect(tab.locator('.member').nth(1)).to_contain_text('as the first column')
+  expect(tab.locator('.member .flag')).to_have_text('⚑ hacked, look at this')
+  cells = tab.locator('.cell')
+  expect(cells).to_have_count(4)
+  expect(cells.nth(3)).to_contain_text('seen by s29.1')
+  tab.click('.member >> text=rank 1')
+  shows(tab, 'Group 29, rank 1', 'session=s29.1&tab=members')
 
 
 def test_a_search_marks_what_it_found(at):

@@ -30,6 +30,11 @@ VIEWS = {
   'timeline': ((*EDITED, '4'), '.timeline table'),
   'evaluation': (('e', '#row-eval-0', 'j'), '.transcript'),
   'help': (('?',), '[role=dialog]'),
+  'members': ((*GROUP, '3'), '.members .differs'),
+  'flags': ((*EDITED, 'l'), '.flags [aria-pressed=true]'),
+  'curves': (('v',), '.chart svg'),
+  'compare': (('@compare',), '.pairs tr button'),
+  'pair': (('@compare', '@task'), '.members'),
 }
 
 
@@ -56,6 +61,10 @@ def test_every_view(tab, example_link, tmp_path, view):
   for key in keys:
     if key.startswith('#'):
       tab.wait_for_selector(key)
+    elif key.startswith('@'):
+      tab.locator(
+        {'@compare': 'text=Compare', '@task': '.pairs button'}[key]
+      ).first.click()
     else:
       press(tab, key)
   tab.wait_for_selector(shown)

@@ -6,12 +6,16 @@ for (const svg of document.querySelectorAll('svg.plot[data-plot]')) {
   const cursor = svg.querySelector('.cursor');
   const figure = svg.closest('figure');
   const [left, right, low, high] = plot.x;
-  let tip = null;
+  let tip = null, link = '';
   const hide = () => {
     cursor.setAttribute('visibility', 'hidden');
     if (tip) tip.remove();
     tip = null;
+    link = '';
   };
+  svg.addEventListener('click', (event) => {
+    if (link && !event.target.closest('a')) location.href = link;
+  });
   svg.addEventListener('pointerleave', hide);
   svg.addEventListener('pointermove', (event) => {
     const box = svg.getBoundingClientRect();
@@ -19,6 +23,7 @@ for (const svg of document.querySelectorAll('svg.plot[data-plot]')) {
     const x = right > left ? low + (at - left) / (right - left) * (high - low) : low;
     const lines = [];
     let near = null;
+    link = '';
     for (const series of plot.series) {
       let best = -1;
       series.x.forEach((v, i) => {
@@ -29,6 +34,7 @@ for (const svg of document.querySelectorAll('svg.plot[data-plot]')) {
       const away = Math.abs(series.x[best] - x) / (high - low || 1);
       if (away > 0.03 && plot.series.length > 1) continue;
       if (near === null) near = series.x[best];
+      if (!link && series.link) link = series.link + series.x[best];
       lines.push(`${series.name}: ${series.text[best]}`);
     }
     if (near === null) return hide();
@@ -41,6 +47,8 @@ for (const svg of document.querySelectorAll('svg.plot[data-plot]')) {
       tip.className = 'tip';
       figure.append(tip);
     }
+    if (link) lines.push('click: its trajectories');
+    svg.style.cursor = link ? 'pointer' : '';
     tip.textContent = [`${plot.xLabel} ${near}`, ...lines].join('\n');
     const offset = box.left - figure.getBoundingClientRect().left;
     const start = place / svg.viewBox.baseVal.width * box.width + offset;

@@ -2,14 +2,14 @@
 
 const POLL_MS = 3000;
 const TABS = {
-  group: [['tree', 'Prefix tree'], ['timeline', 'Timeline']],
+  group: [['tree', 'Prefix tree'], ['timeline', 'Timeline'], ['members', 'Side by side']],
   trajectory: [['transcript', 'Transcript'], ['tokens', 'Tokens'], ['tree', 'Branches'],
     ['timeline', 'Timeline']],
 };
 const KEYS = [
   ['j k ↓ ↑', 'next, previous'], ['→ ←', 'open, close a group'], ['Enter', 'open a group, read on the right'],
   ['1 2 3 4', 'views'], ['c', 'next colour'], ['/', 'search'], ['n', 'new note'],
-  ['t e', 'training, evaluations'], ['?', 'these keys'], ['Esc', 'back to the list, clear the search'],
+  ['h i l', 'flag: hacked, infrastructure, look at this'], ['t e v', 'training, evaluations, curves'], ['?', 'these keys'], ['Esc', 'back to the list, clear the search'],
 ];
 
 const named = (names, values) => Object.fromEntries(names.map((name, i) => [name, values[i]]));
@@ -98,7 +98,7 @@ function titleOfEntry({ item, rows, row }, bundle) {
 }
 
 function Detail({ entry, found: { bundle, notes = [], error }, summary, tab, setTab, mode, setMode,
-  openTrajectory, onNote, onBack }) {
+  openTrajectory, onNote, onFlag, onBack }) {
   const back = html`<button class="back" onClick=${onBack}>← List</button>`;
   if (!entry) return html`<main id="detail" class="detail empty" tabindex="-1">${back}
     ${error ? html`<p class="flag" role="alert">${error.message}</p>`
@@ -110,11 +110,14 @@ function Detail({ entry, found: { bundle, notes = [], error }, summary, tab, set
     transcript: () => html`<${Transcript} ...${{ bundle, session }} />`,
     tokens: () => html`<${Tokens} ...${{ bundle, session, mode, setMode }} />`,
     tree: () => html`<${PrefixTree} ...${{ bundle, mode, setMode, onOpen: openTrajectory }} />`,
+    members: () => html`<${Members} ...${{ members: bundle.trajectories.map((t) => ({ t })),
+      flagged: summary.flagged, onOpen: openTrajectory }} />`,
     timeline: () => html`<${Timeline} ...${{ bundle, onOpen: openTrajectory,
       sessions: group ? bundle.trajectories.map((t) => t.session) : [session] }} />`,
   };
   return html`<main class="detail" id="detail" tabindex="-1" aria-label="Selected">
     ${back}<${Head} ...${{ entry, bundle, summary }} />
+    ${!group && html`<${Flags} key=${session} ...${{ session, flagged: summary.flagged, onFlag }} />`}
     <div role="tablist" class="tabs">${tabs.map(([name, label], i) => html`<button role="tab"
       id=${`tab-${name}`} aria-selected=${name === shown} onClick=${() => setTab(name)}>${label}
       ${' '}<kbd>${i + 1}</kbd></button>`)}</div>
@@ -193,9 +196,10 @@ function App() {
   const [open, setOpen] = useState(new Set()), [help, setHelp] = useState(false);
   const [mode, setMode] = useState('logprob');
   const { group, session, tab, ...conditions } = place;
+  const listing = ['rl', 'eval'].includes(place.phase);
   const condition = useMemo(() => conditions, [JSON.stringify(conditions)]);
   const selected = group ? `g${group}` : session;
-  const [pages, onEnd, refresh] = usePages(condition, summary);
+  const [pages, onEnd, refresh] = usePages(condition, listing && summary);
   const filtered = Object.keys(condition).some((name) => name !== 'phase' && condition[name]);
   const listed = useMemo(() => entriesOf(pages, condition.phase, open, filtered, selected),
     [pages, condition.phase, open, filtered, selected]);
@@ -204,7 +208,7 @@ function App() {
     try {
       const found = await source.summary();
       setProblem('');
-      if (summary && JSON.stringify(found) !== JSON.stringify(summary)) await refresh();
+      if (summary && listing && JSON.stringify(found) !== JSON.stringify(summary)) await refresh();
       setSummary((old) => (JSON.stringify(found) === JSON.stringify(old) ? old : found));
     } catch (error) {
       setProblem(error.status ? error.message : 'The job does not answer: it may have ended.');
@@ -250,7 +254,8 @@ function App() {
   }, [title, summary?.title]);
   const step = (by) => {
     const next = entries[Math.min(Math.max(at + by, 0), entries.length - 1)];
-    if (next) select(next);
+    if (!next) return undefined;
+    select(next);
     return true;
   };
   const focus = (id) => { document.getElementById(id)?.focus(); return true; };
@@ -258,8 +263,10 @@ function App() {
     choose('session', t.session);
     focus('detail');
   };
+  const flag = (name) => document.getElementById(`flag-${name}`)?.click();
   const phase = (name) => { go({ ...START, tab, phase: name }); return true; };
   const toList = () => {
+    if (!listing) return go({ task: '' });
     if (!NARROW.matches) return focus('list');
     choose('session', '');
     requestAnimationFrame(() => focus('list'));
@@ -283,7 +290,8 @@ function App() {
     1: () => view(0), 2: () => view(1), 3: () => view(2), 4: () => view(3),
     c: () => { const names = Object.keys(MODES); setMode(names[(names.indexOf(mode) + 1) % names.length]); return true; },
     '/': () => focus('search'), n: () => focus('note'), '?': () => { setHelp(true); return true; },
-    t: () => phase('rl'), e: () => phase('eval'),
+    t: () => phase('rl'), e: () => phase('eval'), v: () => phase('curves'),
+    h: () => flag('hacked'), i: () => flag('infrastructure'), l: () => flag('look'),
     Escape: () => {
       if (help) setHelp(false);
       else if (document.activeElement.id !== 'search') return toList();
@@ -296,22 +304,26 @@ function App() {
     return problem ? html`<header class="bar"><h1>m2jax</h1></header>
       <${KeyForm} problem=${problem} retry=${poll} />` : html`<header class="bar"><h1>m2jax</h1></header>`;
   }
-  const count = (evaluation) => summary.kinds.filter(([of]) => of === evaluation)
+  const total = (evaluation) => summary.kinds.filter(([of]) => of === evaluation)
     .reduce((sum, kind) => sum + kind[3], 0).toLocaleString();
   return html`<header class="bar"><h1>${summary.title}</h1>
-      <nav aria-label="Phase">${[['rl', 'Training', false], ['eval', 'Evaluations', true]].map(([name, label, of]) =>
+      <nav aria-label="Phase">${[['rl', 'Training', total(false)], ['eval', 'Evaluations', total(true)],
+        ['curves', 'Curves', ''], ...(summary.compared ? [['compare', 'Compare', '']] : [])].map(([name, label, n]) =>
         html`<button aria-pressed=${condition.phase === name} onClick=${() => phase(name)}>${label}
-          ${' '}<span class="soft">${count(of)}</span></button>`)}</nav>
+          ${n && html` <span class="soft">${n}</span>`}</button>`)}</nav>
       <span class="soft states">${Object.entries(summary.states).map(([s, n]) => `${n} ${s}`).join(' · ')}</span>
       <${Status} ...${{ problem, status: summary.status }} />
       <button class="helpkey" aria-label="Keys" onClick=${() => setHelp(true)}>?</button></header>
-    <div class=${`columns ${selected ? 'reading' : ''}`}><section class="side" aria-label="List">
+    ${place.phase === 'curves' && html`<${Curves} summary=${summary} />`}
+    ${place.phase === 'compare' && (summary.compared ? html`<${Compare} ...${{ summary, place, go }} />`
+      : html`<p class="soft pad">No second run: experiments.view --compare=WORKDIR adds one.</p>`)}
+    ${listing && html`<div class=${`columns ${selected ? 'reading' : ''}`}><section class="side" aria-label="List">
       <${Filters} ...${{ summary, condition, go }} />
-      <${List} ...${{ entries, selected, onSelect: select, onEnd, more: pages.more, before: pages.before,
+      <${List} ...${{ entries, selected, flagged: summary.flagged, onSelect: select, onEnd, more: pages.more, before: pages.before,
         wanted: condition.text, error: pages.error, waiting: condition.phase === 'rl' && summary.waiting }} />
       <${ListLegend} training=${condition.phase === 'rl'} /></section>
       <${Detail} ...${{ entry, found, summary, tab, setTab: (name) => go({ tab: name }), mode, setMode,
-        openTrajectory, onNote, onBack: toList }} /></div>
+        openTrajectory, onNote, onFlag: poll, onBack: toList }} /></div>`}
     ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
 }
 

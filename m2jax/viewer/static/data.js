@@ -1,6 +1,7 @@
 // Where the data comes from: the API of a server, or elements of this file.
-// Both sources have: summary(), page(condition, before), group(item), session(session),
-// annotations(session), annotate(session, fields), live.
+// Both sources have: summary(), page(condition, before), histogram(condition), curves(),
+// group(item), session(session), annotations(session), live. A server also has
+// annotate(session, fields) and, of two runs, summary(run), tasks() and task().
 
 const { html, render, h, useState, useEffect, useLayoutEffect, useRef, useMemo } = htmPreact;
 
@@ -22,13 +23,18 @@ class ApiSource {
     return body;
   }
 
-  summary() { return this.get('run'); }
-
-  page(condition, before) {
-    const given = Object.entries({ ...condition, before });
-    const used = given.filter(([, value]) => value !== '' && value != null);
-    return this.get(`list?${new URLSearchParams(used)}`);
+  // A query with the parameters that have a value.
+  ask(path, given) {
+    const used = Object.entries(given).filter(([, value]) => value !== '' && value != null);
+    return this.get(`${path}?${new URLSearchParams(used)}`);
   }
+
+  summary(run) { return this.ask('run', { run }); }
+  page(condition, before) { return this.ask('list', { ...condition, before }); }
+  histogram(condition) { return this.ask('histogram', condition); }
+  curves() { return this.get('curves'); }
+  tasks(run, condition) { return this.ask('tasks', { ...condition, run }); }
+  task(run, condition, task) { return this.ask('task', { ...condition, run, task }); }
 
   group(item) { return this.get(`group/${encodeURIComponent(item)}`); }
   session(session) { return this.get(`session/${encodeURIComponent(session)}`); }
@@ -56,10 +62,7 @@ class FileSource {
   // Without a text all matching rows at once; else those of the next elements.
   async page(condition, before) {
     const index = await this.index();
-    const column = Object.fromEntries(index.summary.listed.map((name, i) => [name, i]));
-    const training = condition.phase !== 'eval';
-    const matching = index[training ? 'rl' : 'eval'].map((row, i) => [row, i])
-      .filter(([row]) => matches(row, column, condition));
+    const column = columnsOf(index), matching = this.#matching(index, column, condition);
     if (!condition.text) {
       return this.#answer(index, matching.map(([row]) => row), column, condition, null);
     }
@@ -81,6 +84,21 @@ class FileSource {
     return this.#answer(
       index, rows, column, condition, next < all.length ? next : null);
   }
+
+  #matching(index, column, condition) {
+    this.steps ??= new Map(index.items.map(([item, , , , state, , step]) => [item, state === 'taken' ? step : null]));
+    const known = { steps: this.steps, flagged: index.summary.flagged };
+    return index[condition.phase].map((row, i) => [row, i])
+      .filter(([row]) => matches(row, column, condition, known));
+  }
+
+  async histogram(condition) {
+    const index = await this.index(), column = columnsOf(index), edges = index.edges[condition.phase];
+    const rows = this.#matching(index, column, condition);
+    return { edges, counts: countsOf(edges, rows.map(([row]) => row[column[rewardOf(condition)]])) };
+  }
+
+  async curves() { return (await this.index()).curves; }
 
   #answer(index, rows, column, condition, before) {
     if (condition.phase === 'eval') return { items: [], rows, before };
@@ -123,11 +141,19 @@ class FileSource {
   async annotations(session) { return this.notes?.[session] ?? []; }
 }
 
-function matches(row, column, condition) {
-  const { family, end_reason, outcome, least_s, most_s, rows } = condition;
+const columnsOf = (index) => Object.fromEntries(index.summary.listed.map((name, i) => [name, i]));
+const rewardOf = ({ phase }) => (phase === 'eval' ? 'success' : 'total');
+
+function matches(row, column, condition, { steps, flagged }) {
+  const { family, end_reason, outcome, flag, step, least_s, most_s, least_reward, most_reward, rows } = condition;
+  const reward = row[column[rewardOf(condition)]] ?? NaN, flags = flagsOf(flagged, row[column.session]);
   if (family && row[column.family] !== family) return false;
   if (end_reason && row[column.end_reason] !== end_reason) return false;
   if (outcome && (row[column.success] >= 1) !== (outcome === 'success')) return false;
+  if (flag && !(flag === 'any' ? flags.length : flags.includes(flag))) return false;
+  if (step && steps.get(row[column.item]) !== Number(step)) return false;
+  if (least_reward && !(reward >= Number(least_reward))) return false;
+  if (most_reward && !(reward < Number(most_reward))) return false;
   if (least_s && row[column.wall_s] < Number(least_s)) return false;
   if (rows) {
     const [first, last] = rows.split('-').map(Number);
@@ -148,10 +174,10 @@ function hitOf(text, wanted) {
     + text.slice(start, at + wanted.length + 60).replace(/\s/g, ' ');
 }
 
-// A condition as sources take it: a stage is the rows of its evaluation.
-function rowsOf({ stage, ...condition }, summary) {
+// A condition as sources take it: a stage is the rows of its evaluation, 0-0 if none is left.
+function rowsOf({ stage, stage_b, task, ...condition }, summary) {
   const [, first, last] = summary.stages.find(([name]) => name === stage) ?? [];
-  return { ...condition, rows: last === undefined ? '' : `${first}-${last}` };
+  return { ...condition, rows: stage ? `${first ?? 0}-${last ?? 0}` : '' };
 }
 
 // The JSON value of an element, once the browser has read it completely.
@@ -168,6 +194,9 @@ async function unpack(id) {
     await new Promise((done) => setTimeout(done, 30));
   }
 }
+
+// A session may be called 'constructor'.
+const flagsOf = (flagged, session) => (Object.hasOwn(flagged, session) ? flagged[session] : []);
 
 // A bundle with what views ask for: paths, terms and token values of completions.
 class Bundle {

@@ -23,7 +23,7 @@ function entriesOf({ items, rows }, phase, open, allOpen, selected) {
 
 const keyOf = (entry) => (entry.kind === 'group' ? `g${entry.item.index}` : entry.row.session);
 
-function List({ entries, selected, wanted, waiting, onSelect, onEnd, more, before, error }) {
+function List({ entries, selected, flagged, wanted, waiting, onSelect, onEnd, more, before, error }) {
   const ROW_PX = rowPx(), ref = useRef(), [scroll, setScroll] = useState(0), [height, setHeight] = useState(800);
   useEffect(() => {
     const watch = new ResizeObserver(() => setHeight(ref.current.clientHeight));
@@ -48,7 +48,7 @@ function List({ entries, selected, wanted, waiting, onSelect, onEnd, more, befor
     onScroll=${(e) => setScroll(e.target.scrollTop)}>
     <div style=${{ height: `${entries.length * ROW_PX}px`, position: 'relative' }}>
       ${entries.slice(first, last).map((entry, i) => html`<${Row} key=${keyOf(entry)}
-        ...${{ entry, wanted, onSelect }} y=${(first + i) * ROW_PX} on=${keyOf(entry) === selected} />`)}
+        ...${{ entry, wanted, flagged, onSelect }} y=${(first + i) * ROW_PX} on=${keyOf(entry) === selected} />`)}
     </div>
     ${error ? html`<p class="flag pad" role="alert">${error.message}</p>` : more && html`<p class="soft pad">…</p>`}
     ${!more && !entries.length && html`<p class="soft pad">No trajectory here yet, or none that
@@ -56,23 +56,30 @@ function List({ entries, selected, wanted, waiting, onSelect, onEnd, more, befor
   </div>`;
 }
 
-function Row({ entry, wanted, y, on, onSelect }) {
+function Row({ entry, wanted, flagged, y, on, onSelect }) {
   const group = entry.kind === 'group';
   return html`<div id=${`row-${keyOf(entry)}`} class=${`row ${entry.kind}${on ? ' on' : ''}`} role="treeitem"
     aria-level=${entry.level} aria-selected=${on} aria-expanded=${group ? entry.open : undefined}
     style=${{ transform: `translateY(${y}px)` }} onClick=${() => onSelect(entry, true)}>
-    ${group ? html`<${GroupRow} entry=${entry} />` : html`<${TrajectoryRow} ...${{ row: entry.row, wanted }} />`}</div>`;
+    ${group ? html`<${GroupRow} ...${{ entry, flagged }} />` : html`<${TrajectoryRow} ...${{ row: entry.row, wanted, flags: flagsOf(flagged, entry.row.session) }} />`}</div>`;
 }
 
-function GroupRow({ entry: { item, rows, open } }) {
+function GroupRow({ entry: { item, rows, open }, flagged }) {
+  const flags = rows.flatMap((r) => flagsOf(flagged, r.session));
   const family = rows[0]?.family ?? item.task.split('?')[0].split('/').slice(2, 3)[0] ?? '';
   return html`<span class="caret" aria-hidden="true">${open ? '▾' : '▸'}</span>
     <span class="num">${item.index}</span><span class="name">${printable(family)}</span>
-    <${What} text=${rows[0]?.instruction} />
+    ${flags.length > 0 && html`<${FlagMark} flags=${[...new Set(flags)]} />`}<${What} text=${rows[0]?.instruction} />
     <span class="dots" aria-label=${`${rows.filter((r) => r.success >= 1).length} of ${rows.length} succeed`}>
       ${rows.slice(0, 24).map((r) => html`<i class=${verdict(r)} />`)}</span>
     <span class="end">${item.state === 'taken' ? `step ${item.step}` : item.state}</span>`;
 }
+
+// Verdicts of people, in annotations.jsonl.
+const FLAGS = { hacked: 'hacked', infrastructure: 'infrastructure', look: 'look at this' };
+const flagsText = (flags) => flags.map((name) => FLAGS[name] ?? printable(name)).join(', ');
+const FlagMark = ({ flags }) => html`<span class="flag" title=${flagsText(flags)}
+  aria-label=${`flagged: ${flagsText(flags)}`}>⚑</span>`;
 
 // What a task asks, or where a search found its text.
 function What({ text, wanted }) {
@@ -91,12 +98,12 @@ function ListLegend({ training }) {
     ${training && Object.entries(STATES).map(([name, what]) => html`<span><b>${name}</b> ${what}</span>`)}</div>`;
 }
 
-function TrajectoryRow({ row, wanted }) {
+function TrajectoryRow({ row, wanted, flags }) {
   return html`<i class=${`dot ${verdict(row)}`} aria-label=${verdict(row)} />
     <span class="num">${row.item < 0 ? '' : row.rank}</span>
     <span class="name">${row.end_reason === 'answer' ? printable(row.family) : row.end_reason}${
       row.superseded ? ' (superseded)' : ''}</span>
-    <${What} text=${row.hit ?? row.instruction} wanted=${row.hit && wanted} />
+    ${flags.length > 0 && html`<${FlagMark} flags=${flags} />`}<${What} text=${row.hit ?? row.instruction} wanted=${row.hit && wanted} />
     <span class="val">${Number(row.success).toFixed(2)}</span>
     <span class="val">${row.tool_calls} calls</span>
     <span class="end">${row.wall_s.toFixed(1)} s</span>`;
@@ -127,18 +134,22 @@ function Filters({ summary, condition, go }) {
       maxlength="200" value=${text} onInput=${(e) => setText(e.target.value)} />
     ${select('outcome', 'outcome', ['success', 'failure'])}
     ${select('family', 'family', choices(1))}${select('end_reason', 'end', choices(2))}
+    <select aria-label="flag" value=${condition.flag} onChange=${set('flag')}><option value="">flag</option>
+      <option value="any">any flag</option>${Object.entries(FLAGS).map(([name, label]) =>
+        html`<option value=${name}>${label}</option>`)}</select>
+    ${!evaluation && html`<${NumberInput} label="step" hint="step" value=${condition.step} set=${set('step')} unit="1" />`}
     ${evaluation && summary.stages.length > 0
       && select('stage', 'stage', summary.stages.map(([name]) => name).reverse())}
-    <span class="range"><${Seconds} label="least seconds" hint="min s" value=${condition.least_s}
-      set=${set('least_s')} />–<${Seconds} label="most seconds" hint="max s" value=${condition.most_s}
+    <span class="range"><${NumberInput} label="least seconds" hint="min s" value=${condition.least_s}
+      set=${set('least_s')} />–<${NumberInput} label="most seconds" hint="max s" value=${condition.most_s}
       set=${set('most_s')} /></span>
-  </div>`;
+  </div><${Histogram} ...${{ summary, condition, go }} />`;
 }
 
 // Keeps what is typed when the page is drawn again meanwhile.
-function Seconds({ label, hint, value, set }) {
+function NumberInput({ label, hint, value, set, unit = 'any' }) {
   const [text, setText] = useState(value);
   useEffect(() => setText(value), [value]);
-  return html`<input type="number" min="0" step="any" placeholder=${hint} aria-label=${label}
+  return html`<input type="number" min="0" step=${unit} placeholder=${hint} aria-label=${label}
     value=${text} onInput=${(e) => setText(e.target.value)} onChange=${set} />`;
 }

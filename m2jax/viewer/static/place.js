@@ -2,7 +2,9 @@
 // what differs from the start, so that a link, a reload and Back lead to it.
 
 const START = { group: '', session: '', tab: '', phase: 'rl', outcome: '', family: '', end_reason: '',
-  stage: '', least_s: '', most_s: '', text: '' };
+  stage: '', step: '', flag: '', least_s: '', most_s: '', least_reward: '', most_reward: '', text: '',
+  stage_b: '', task: '' }; // the last two: see compare.js
+const PHASES = ['rl', 'eval', 'curves', 'compare'];
 const SETTLED_MS = 40; // what a held key passes is neither read nor in the history
 const ADDRESS = location.href.split('#')[0];
 const NARROW = matchMedia('(max-width: 60rem)'); // as in view.css: one column
@@ -16,7 +18,7 @@ function readPlace() {
     history.replaceState(null, '', ADDRESS + (String(given) && `#${given}`));
   }
   const place = Object.fromEntries(Object.entries(START).map(([name, value]) => [name, given.get(name) ?? value]));
-  return { ...place, phase: place.phase === 'eval' ? 'eval' : 'rl' };
+  return { ...place, phase: PHASES.includes(place.phase) ? place.phase : 'rl' };
 }
 
 // A new entry of the history for a new selection, unless the page itself made the first.
@@ -25,7 +27,7 @@ function writePlace(place) {
   const said = Object.entries(place).filter(([name, value]) => value !== START[name]);
   const link = said.length ? `#${new URLSearchParams(said)}` : '';
   if (link === location.hash) return;
-  const moved = ['group', 'session', 'phase'].some((name) => before[name] !== place[name]);
+  const moved = ['group', 'session', 'phase', 'task'].some((name) => before[name] !== place[name]);
   const first = !NARROW.matches && before.phase === place.phase && !before.group && !before.session;
   history[moved && !first ? 'pushState' : 'replaceState'](null, '', ADDRESS + link);
 }

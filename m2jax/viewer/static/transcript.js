@@ -71,6 +71,17 @@ function Transcript({ bundle, session }) {
     ${parts}<${Rewards} trajectory=${t} /></div>`;
 }
 
+// The flags of a trajectory; a click or a key sets one, and removes it.
+function Flags({ session, flagged, onFlag }) {
+  const own = flagsOf(flagged, session), [error, setError] = useState('');
+  if (!source.live) return own.length > 0 && html`<p class="flag">⚑ ${flagsText(own)}</p>`;
+  const toggle = (name) => source.annotate(session, { flag: name, on: !own.includes(name) })
+    .then(onFlag).then(() => setError(''), (problem) => setError(problem.message));
+  return html`<p class="flags" role="group" aria-label="Flags">${Object.entries(FLAGS).map(([name, label]) => html`<button
+    id=${`flag-${name}`} aria-pressed=${own.includes(name)} onClick=${() => toggle(name)}>⚑ ${label} <kbd>${name[0]}</kbd></button>`)}
+    ${error && html`<span class="flag" role="alert">${error}</span>`}</p>`;
+}
+
 // Notes of people: appended, never changed.
 function Notes({ session, notes, onNote }) {
   const [text, setText] = useState(''), [error, setError] = useState('');
