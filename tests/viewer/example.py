@@ -125,14 +125,16 @@ def completions(
   return found
 
 
-def write(workdir: pathlib.Path, items: int = 12, better: bool = False) -> None:
+def write(
+  workdir: pathlib.Path, items: int = 12, better: bool = False, url: str = ''
+) -> None:
   """A pool, a tokenizer, metrics, and scores of the first group by a learner.
 
-  `better`: a third of the groups succeed, all of them.
+  `better`: a third of the groups succeed, all of them. `url`: of the pool's database.
   """
   rng, tok = np.random.default_rng(0), train_tokenizer(items)
   tok.save(workdir / 'tokenizer.json')
-  with DataPool(f'sqlite:///{workdir}/pool.db') as pool:
+  with DataPool(url or f'sqlite:///{workdir}/pool.db') as pool:
     for item in range(items):
       family, last = FAMILIES[item % 3], item == items - 1
       spec = f'terminal/train/{family}/{item}'
@@ -183,11 +185,11 @@ def write(workdir: pathlib.Path, items: int = 12, better: bool = False) -> None:
       writer.write('rl', step, success=success, reward=success - 0.04 * step + 0.13)
     stage = dict(stage='after RL', split='held_out', temperature=1.0, family='all')
     writer.write('eval', items // 2, stage, successes=1.0, n=3)
-  _score(workdir, rng)
+  _score(workdir, rng, url)
 
 
-def _score(workdir: pathlib.Path, rng: np.random.Generator) -> None:
-  run = Run(workdir)
+def _score(workdir: pathlib.Path, rng: np.random.Generator, url: str) -> None:
+  run = Run(workdir, url)
   for rank in range(RANKS):
     for c in run.reader.completions(f'rl-0-{rank}'):
       noise = rng.normal(0, 0.2, len(c.logprobs))
