@@ -406,6 +406,9 @@ class Umpire:
     follows = self._follows.pop(0)
     if isinstance(follows, Exception):
       raise follows
+    if isinstance(follows, str):
+      call = message['tool_calls'][0]['id']
+      return [{'role': 'tool', 'tool_call_id': call, 'content': follows}]
     return follows
 
 
@@ -437,15 +440,14 @@ def test_an_environment_takes_whole_turns(serve, tok):
   """It gets each message and says what follows, after an answer too, until it ends the
   episode; all completions are still one chain (law 4)."""
   gateway, _, records = serve(turns(tok, ANSWER, CALL, ANSWER))
-  result = {'role': 'tool', 'tool_call_id': 'x', 'content': 'y' * 5000}
-  umpire = Umpire([{'role': 'user', 'content': 'Louder!'}], [result], None)
-  outcome = take_turns(gateway, umpire)
+  umpire = Umpire([{'role': 'user', 'content': 'Louder!'}], 'y' * 500, None)
+  outcome = take_turns(gateway, umpire, observation_bytes=40)
   assert (outcome.end_reason, outcome.answer) == ('answer', 'It is 3.')
   assert outcome.tool_calls == 1 and outcome.messages[0]['content'] == 'Shout.'
   roles = [message['role'] for message in outcome.messages]
   assert roles == ['user', 'assistant', 'user', 'assistant', 'tool', 'assistant']
   assert 'bytes cut' in outcome.messages[4]['content']
-  assert [m['content'] for m in umpire.heard] == ['It is 3.', '', 'It is 3.']
+  assert [m['content'] for m in umpire.heard] == ['It is 3.', None, 'It is 3.']
   assert umpire.heard[0]['reasoning_content'] == 'done'
   assert 'Louder!' in tok.decode(records[1].prompt_ids)
   assert records[2].parent == records[1].id
