@@ -162,12 +162,12 @@ class Player:
       raise Refused(f'it has the seats {seats}: environments of one agent are played')
     if vf.default_harness_id(env['env']) == env['env']:
       raise Refused('it brings a harness of its own, which would run the model itself')
-    seat = {
+    played = {
       'harness': {'id': ALONE},
       'runtime': {'type': 'subprocess'},
       'max_turns': max_turns,
     }
-    self.env = vf.load_environment(vf.resolve_env_config({**found, seats[0]: seat}))
+    self.env = vf.load_environment(vf.resolve_env_config({**found, seats[0]: played}))
     if type(self.env.taskset).task_type().NEEDS_CONTAINER:
       raise Refused('its tasks need a container: of those, m2jax plays Harbor tasks')
     self._rows = iter(self.env.taskset)

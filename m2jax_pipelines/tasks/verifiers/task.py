@@ -27,7 +27,7 @@ class Config(foreign.ForeignConfig):
   """Distribution of the episodes.
 
   Attributes:
-    env: id of the environment's taskset, as for verifiers' own `eval` command.
+    env: id of the environment's taskset, as for verifiers' own `vf-eval`.
     python: interpreter in which it is installed, with verifiers 0.4; '' is this one.
     settings: settings of the taskset, such as {'split': 'train'}.
     evaluation: those that differ for the splits dev and held_out, which then share the
