@@ -188,6 +188,11 @@ class Blackbox(Agent):
         f'task {task.spec}: pays turns (`Environment.turn_reward`), which end unseen '
         'inside a command: use a white-box agent'
       )
+    if environment.respond is not None:
+      raise ValueError(
+        f'task {task.spec}: its environment takes whole turns (`Environment.respond`), '
+        'which a command does not show: use a white-box agent'
+      )
     async with contextlib.AsyncExitStack() as stack:
       way = relay.Relay(
         await box.listen(config.port),

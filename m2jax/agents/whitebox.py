@@ -27,6 +27,7 @@ from m2jax.agents.sub_agents import DELEGATE, TOOL, SubAgentsConfig
 from m2jax.agents.thread import Thread
 from m2jax.checks import require
 from m2jax.tasks import BadCall, Environment, Execute, Task
+from m2jax.tasks.task import Respond
 from m2jax.text import markup
 from m2jax.text.parsing import Status
 
@@ -102,6 +103,7 @@ class _Episode:
     names: their names, and those of their arguments -> the task's.
     independent: the task's tools whose calls of one turn run at the same time.
     turn_reward: reward of the turn that just ended; None: turns get none.
+    respond: takes whole turns, in place of `execute`; None: calls run one by one.
     main: the main thread.
     started_s: start on the monotonic clock.
     outcome: the result, filled in as the episode proceeds; its messages are those of
@@ -117,6 +119,7 @@ class _Episode:
   names: Mapping[str, str]
   independent: frozenset[str]
   turn_reward: Callable[[], Awaitable[float]] | None
+  respond: Respond | None
   main: Thread
   started_s: float
   outcome: Outcome
@@ -135,11 +138,16 @@ class Whitebox(Agent):
     self, task: Task, environment: Environment, endpoint: Endpoint
   ) -> _Episode:
     config = self._config
-    user = {'role': 'user', 'content': task.instruction}
-    [user], tools = scaffold.shown(
-      [user], task.tools, config.rename, config.instruction
-    )
+    said, given = environment.instruction, environment.tools
+    user = {'role': 'user', 'content': task.instruction if said is None else said}
+    given = task.tools if given is None else given
+    [user], tools = scaffold.shown([user], given, config.rename, config.instruction)
     offered = config.offered(tools)
+    if environment.respond is not None and (config.rename or len(offered) > len(tools)):
+      raise ValueError(
+        f'task {task.spec}: its environment takes whole turns (`Environment.respond`): '
+        "set no rename, no context.actions and no sub_agents.depth for the agent's"
+      )
     scaffold.check_names(offered)
     post, count = model_client.make(self._client, endpoint, config, offered)
     messages = [*self._system(), user]
@@ -154,9 +162,10 @@ class Whitebox(Agent):
       },
       execute=environment.execute,
       tools=tools,
-      names=scaffold.names(task.tools, config.rename),
+      names=scaffold.names(given, config.rename),
       independent=environment.independent,
       turn_reward=environment.turn_reward,
+      respond=environment.respond,
       main=Thread(messages, config.context, count, offered, task.max_tool_calls + 1),
       started_s=time.monotonic(),
       outcome=Outcome(messages=list(messages), tools=offered),
@@ -276,12 +285,16 @@ class Whitebox(Agent):
       # quoted by the model; the parser's status distinguishes the two.
       broken = choice.get('parse_status') in _BROKEN
       if not broken or markup.TOOL_CALL not in (message.get('content') or ''):
-        return False
+        return episode.respond is not None and await self._respond(
+          message, thread, episode
+        )
       # A tool message needs the id of a call, so this is a user message.
       outcome.tool_errors += 1
       error = {'role': 'user', 'content': 'error: malformed tool call'}
       self._add(error, thread, episode)
       return True
+    if episode.respond is not None:
+      return await self._respond(message, thread, episode)
     names = {episode.names.get(call['function']['name'], '') for call in calls}
     run = [
       functools.partial(self._timed, call['function'], thread, episode)
@@ -293,6 +306,18 @@ class Whitebox(Agent):
       thread.add(shown)
       episode.outcome.messages.append(shown | {'duration_s': seconds})
     return True
+
+  async def _respond(self, message: dict, thread: Thread, episode: _Episode) -> bool:
+    """Gives the environment a whole turn; returns False if that was the last one."""
+    try:
+      follows = await episode.respond(message)
+    except Exception as error:
+      raise InfrastructureFailure(f'the environment: {error!r}') from error
+    episode.outcome.tool_calls += len(message.get('tool_calls') or ())
+    for shown in follows or ():
+      content = cut(shown['content'], self._config.observation_bytes)
+      self._add({**shown, 'content': content}, thread, episode)
+    return follows is not None
 
   def _add(self, message: dict, thread: Thread, episode: _Episode) -> None:
     thread.add(message)

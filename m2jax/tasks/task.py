@@ -32,6 +32,8 @@ from m2jax.checks import require
 
 # Runs a tool call: (tool name, arguments) -> observation. Raises BadCall.
 Execute = Callable[[str, Mapping[str, Any]], Awaitable[str]]
+# Takes a message of the model's: -> the messages that follow it, or None at the end.
+Respond = Callable[[Mapping[str, Any]], Awaitable[Sequence[dict] | None]]
 
 
 class BadCall(Exception):
@@ -50,6 +52,11 @@ class Environment:
       run those of one turn at the same time. All others run in order.
     turn_reward: called after each turn (a completion and its calls, or the answer):
       what it is paid, a finite number, beside the verdict. None: turns are not paid.
+    instruction, tools: the task's, if they are known only now; None: as the task says.
+    respond: for an environment that takes whole turns, and calls `execute` never: gets
+      a message of the model's, returns what follows it (results of its calls, messages
+      of the user). None: the episode is over, and that message is its answer. No agent
+      that is a command can use it.
   """
 
   execute: Execute
@@ -57,6 +64,9 @@ class Environment:
   box: sandbox.Sandbox | None = None
   independent: frozenset[str] = frozenset()
   turn_reward: Callable[[], Awaitable[float]] | None = None
+  instruction: str | None = None
+  tools: Sequence[Mapping[str, Any]] | None = None
+  respond: Respond | None = None
 
 
 class Task(Protocol):

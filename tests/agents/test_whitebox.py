@@ -393,3 +393,80 @@ def test_observations_are_cut(serve, tok):
   outcome = episode(gateway, observation_bytes=64)
   shown = outcome.messages[2]['content']
   assert len(shown) < 100 and 'bytes cut' in shown
+
+
+class Umpire:
+  """An environment that takes whole turns."""
+
+  def __init__(self, *follows):
+    self.heard, self._follows = [], list(follows)
+
+  async def respond(self, message):
+    self.heard.append(message)
+    follows = self._follows.pop(0)
+    if isinstance(follows, Exception):
+      raise follows
+    if isinstance(follows, str):
+      call = message['tool_calls'][0]['id']
+      return [{'role': 'tool', 'tool_call_id': call, 'content': follows}]
+    return follows
+
+
+def take_turns(gateway, umpire, **config):
+  """One episode of an agent with an environment that takes whole turns."""
+
+  async def never(name, arguments):
+    raise AssertionError('executed by itself')
+
+  @dataclasses.dataclass(frozen=True)
+  class Played(Question):
+    spec: str = 'umpire/0'
+
+    def environment(self):
+      said = {'instruction': 'Shout.', 'tools': (shell.TOOL,)}
+      return Environment(never, respond=umpire.respond, **said)
+
+  async def run():
+    agent = agents.make(whitebox.WhiteboxConfig(retry_delay_s=0.01, **config))
+    try:
+      return await act(agent, Played(None, tools=()), gateway.base_url)
+    finally:
+      await agent.close()
+
+  return asyncio.run(run())
+
+
+def test_an_environment_takes_whole_turns(serve, tok):
+  """It gets each message and says what follows, after an answer too, until it ends the
+  episode; all completions are still one chain (law 4)."""
+  gateway, _, records = serve(turns(tok, ANSWER, CALL, ANSWER))
+  umpire = Umpire([{'role': 'user', 'content': 'Louder!'}], 'y' * 500, None)
+  outcome = take_turns(gateway, umpire, observation_bytes=40)
+  assert (outcome.end_reason, outcome.answer) == ('answer', 'It is 3.')
+  assert outcome.tool_calls == 1 and outcome.messages[0]['content'] == 'Shout.'
+  roles = [message['role'] for message in outcome.messages]
+  assert roles == ['user', 'assistant', 'user', 'assistant', 'tool', 'assistant']
+  assert 'bytes cut' in outcome.messages[4]['content']
+  assert [m['content'] for m in umpire.heard] == ['It is 3.', None, 'It is 3.']
+  assert umpire.heard[0]['reasoning_content'] == 'done'
+  assert 'Louder!' in tok.decode(records[1].prompt_ids)
+  assert records[2].parent == records[1].id
+
+
+def test_an_environment_that_fails_on_a_turn_is_not_judged(serve, tok):
+  gateway, _, _ = serve(turns(tok, ANSWER))
+  outcome = take_turns(gateway, Umpire(sandbox.SandboxError('it is gone')))
+  assert outcome.end_reason == 'infrastructure' and 'it is gone' in outcome.error
+
+
+@pytest.mark.parametrize(
+  'config',
+  [
+    {'rename': {'sh': 'bash'}},
+    {'sub_agents': whitebox.SubAgentsConfig(depth=1)},
+  ],
+)
+def test_tools_of_the_agents_own_need_an_environment_of_single_calls(serve, config):
+  gateway, _, _ = serve(lambda request: [])
+  with pytest.raises(ValueError, match='takes whole turns'):
+    take_turns(gateway, Umpire(), **config)
