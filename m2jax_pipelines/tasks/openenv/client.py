@@ -1,7 +1,7 @@
 """One session with an OpenEnv server: reset, step, close over a WebSocket.
 
 The protocol is that of PyPI `openenv` 0.10.0 (`openenv.core.env_server`: `types.py`,
-`http_server.py`), which `openenv-core` 0.3.0 speaks too: `GET /schema`, and at `/ws`
+`http_server.py`): `GET /schema`, and at `/ws`
 JSON texts {"type": "reset" | "step" | "close", "data": ...}, each answered by one
 {"type": "observation", "data": {"observation", "reward", "done"}} or {"type": "error",
 "data": {"message", "code"}}. A connection is a session with an environment of its own.
