@@ -57,7 +57,7 @@ help:
 
 setup: $(INSTALLED) sandbox
 
-$(INSTALLED): setup.cfg pyproject.toml m2jax_pipelines/pyproject.toml constraints.txt
+$(INSTALLED): setup.cfg setup.py pyproject.toml m2jax_pipelines/pyproject.toml constraints.txt
 	@python='$(PYTHON)'; \
 	  [ -x $(BIN)/python ] || "$${python:-$$(.ci/find-python)}" -m venv $(VENV)
 	@echo "installing into $(VENV) ($$($(BIN)/python --version)): a minute or two"
