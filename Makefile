@@ -53,7 +53,7 @@ help:
 	@echo 'make setup      virtual environment in $(VENV), and the sandbox'
 	@echo 'make lock       uv.lock and constraints.txt, with uv; ARGS=--upgrade'
 	@echo 'make docs       the site of docs/, in $(SITE)'
-	@echo 'make lint       ruff and the import contracts; make format mends what it can'
+	@echo 'make lint       ruff, import contracts, types; make format mends what it can'
 	@echo 'make clean      removes caches; keeps $(VENV) and workdir'
 
 setup: $(INSTALLED) sandbox
@@ -173,6 +173,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --config setup.cfg
+	$(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -77,7 +77,9 @@ def config_file(path: str) -> str:
   plain = str(given.parent) in ('.', 'configs') and given.suffix in ('', '.py')
   if plain and given.stem in ours:
     return str(ours[given.stem])
-  raise ValueError(f'no such file, and no config of ours; these are {", ".join(sorted(ours))}')
+  raise ValueError(
+    f'no such file, and no config of ours; these are {", ".join(sorted(ours))}'
+  )
 
 
 class _ConfigParser(config_flags.ConfigFileFlagParser):

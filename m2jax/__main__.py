@@ -1,7 +1,7 @@
 """`m2jax JOB --config=NAME[:variant] …` runs a job of `experiments` in any directory.
 
-In a checkout it is `python -m experiments.JOB`. An installed wheel has the jobs and their
-configs in m2jax/_jobs (setup.py), which only this command puts on the path.
+In a checkout it is `python -m experiments.JOB`. A wheel has the jobs and their configs
+in m2jax/_jobs (setup.py), which only this command puts on the path.
 """
 
 from __future__ import annotations
