@@ -24,7 +24,7 @@ def _per_token(dtype, fill: int = 0, **options):
   )
 
 
-def _per_term(dtype, fill: int = 0, sample: str | None = '', default: float = 0):
+def _per_term(dtype, fill: int = 0, sample: str | None = '', default: int = 0):
   """A field with a value for each loss term.
 
   Args:
