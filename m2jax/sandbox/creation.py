@@ -123,7 +123,7 @@ async def _supervisor(backend: str, host: api.Host) -> client.Supervisor:
   if found is None or found.done() and (found.exception() or not found.result().alive):
     found = loop.create_task(_start_supervisor(backend, host))
     _supervisors[key] = (loop, found)
-  return await asyncio.shield(task)
+  return await asyncio.shield(found)
 
 
 async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:
