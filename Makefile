@@ -32,7 +32,7 @@ DOCS_VENV ?= $(VENV)-docs
 DOCS := mkdocs-material==9.8.2 mkdocstrings-python==2.0.11
 SITE := workdir/site
 
-.PHONY: help setup sandbox forge forge-tasks docs lint format clean
+.PHONY: help setup lock sandbox forge forge-tasks docs lint format clean
 .PHONY: test test-long test-parts test-smoke test-thorough test-types
 .PHONY: test-kills test-clients test-thousand
 
@@ -51,13 +51,15 @@ help:
 	@echo 'make test-clients  set up, then published coding agents, from npm and PyPI'
 	@echo 'make test-thousand  set up, then 1,000 SWE tasks in one run, checked: hours'
 	@echo 'make setup      virtual environment in $(VENV), and the sandbox'
+	@echo 'make lock       uv.lock and constraints.txt, with uv; ARGS=--upgrade'
 	@echo 'make docs       the site of docs/, in $(SITE)'
-	@echo 'make lint       ruff and the import contracts; make format mends what it can'
+	@echo 'make lint       ruff, import contracts, types; make format mends what it can'
 	@echo 'make clean      removes caches; keeps $(VENV) and workdir'
 
 setup: $(INSTALLED) sandbox
 
-$(INSTALLED): setup.cfg pyproject.toml m2jax_pipelines/pyproject.toml constraints.txt
+PACKAGED := setup.cfg setup.py pyproject.toml m2jax_pipelines/pyproject.toml
+$(INSTALLED): $(PACKAGED) constraints.txt
 	@python='$(PYTHON)'; \
 	  [ -x $(BIN)/python ] || "$${python:-$$(.ci/find-python)}" -m venv $(VENV)
 	@echo "installing into $(VENV) ($$($(BIN)/python --version)): a minute or two"
@@ -69,6 +71,16 @@ $(INSTALLED): setup.cfg pyproject.toml m2jax_pipelines/pyproject.toml constraint
 	  --no-deps --target $(VENV)/jetstream $(JETSTREAM) || \
 	  echo 'the test that needs $(JETSTREAM) is skipped'
 	@touch $@
+
+# The versions for uv and for pip: constraints.txt is the part of uv.lock that the tests
+# install. ARGS=--upgrade takes newer ones.
+UV ?= uv
+EVERYWHERE := ; python_full_version < '3.14' and sys_platform == 'linux'
+lock:
+	$(UV) lock $(ARGS)
+	@{ echo '# Written by `make lock` from uv.lock: what the tests install.'; \
+	  $(UV) export --quiet --frozen --all-packages --extra test --no-hashes --no-header \
+	  --no-annotate --no-emit-workspace | sed "s/ *$(EVERYWHERE)$$//"; } > constraints.txt
 
 sandbox: $(INSTALLED)
 	@$(BIN)/python -m m2jax.sandbox $(SANDBOX) --quick --install
@@ -161,6 +173,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --config setup.cfg
+	$(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

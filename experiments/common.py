@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import ml_collections
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections.config_flags import config_flags
 
 from experiments import fields
 from m2jax import checks
@@ -42,8 +42,9 @@ DISTRIBUTED = flags.DEFINE_bool(
   'JAX_PROCESS_ID.',
 )
 CONFIG = config_flags.DEFINE_config_file(
-  'config', None, 'configs/NAME.py[:variant]', lock_config=True
+  'config', None, 'configs/NAME.py[:variant], or NAME[:variant].', lock_config=True
 )
+_CONFIGS = pathlib.Path(__file__).resolve().parent.with_name('configs')
 
 # Exit codes. Schedulers start a job again except after FINAL, and after success.
 FAILED, FINAL = 1, 2
@@ -59,6 +60,35 @@ _CHATTY_FILES = ('/orbax/', '/jax/', '/grain/', '/etils/')  # these use absl's l
 
 class BadInput(ValueError):
   """A user error: reported in one line, without a traceback."""
+
+
+def config_file(path: str) -> str:
+  """The file of a --config: `path`, or else that of ours which it names.
+
+  Our configs are beside `experiments`, in a checkout as in a wheel. Outside a checkout
+  `configs/forge.py`, `forge.py` and `forge` all name one.
+
+  Raises:
+    ValueError: there is neither.
+  """
+  if os.path.isfile(path):
+    return path
+  given, ours = pathlib.PurePath(path), {p.stem: p for p in _CONFIGS.glob('[!_]*.py')}
+  plain = str(given.parent) in ('.', 'configs') and given.suffix in ('', '.py')
+  if plain and given.stem in ours:
+    return str(ours[given.stem])
+  raise ValueError(
+    f'no such file, and no config of ours; these are {", ".join(sorted(ours))}'
+  )
+
+
+class _ConfigParser(config_flags.ConfigFileFlagParser):
+  def parse(self, path: str) -> Any:
+    file, colon, variant = path.partition(':')
+    return super().parse(config_file(file) + colon + variant)
+
+
+flags.FLAGS['config'].parser = _ConfigParser('config')
 
 
 def workdir() -> pathlib.Path:
@@ -401,9 +431,9 @@ def fail(error: Exception, at_once: bool = False) -> NoReturn:
 
 def _ours(filename: str) -> bool:
   """Whether code of this project raised an error, whose message is for users."""
-  root = pathlib.Path(__file__).parent.parent
-  packages = root / 'experiments', root / 'm2jax', root / 'm2jax_pipelines'
-  return any(map(pathlib.Path(filename).is_relative_to, packages))
+  packages = map(sys.modules.get, ('experiments', 'm2jax', 'm2jax_pipelines'))
+  folders = [folder for package in packages if package for folder in package.__path__]
+  return any(map(pathlib.Path(filename).is_relative_to, folders))
 
 
 def exit_code(error: BaseException) -> int:
@@ -446,8 +476,11 @@ def _fields_beside(flag: str, argv: list[str]) -> str:
   """'; config.GROUP has …', for an override of a field that its group does not have."""
   source = next((a for a in argv if a.startswith('--config=')), '').partition('=')[2]
   path, _, variant = source.partition(':')
-  spec = importlib.util.spec_from_file_location('config_again', path)
-  if spec is None or not os.path.exists(path):
+  try:
+    spec = importlib.util.spec_from_file_location('config_again', config_file(path))
+  except ValueError:
+    return ''
+  if spec is None:
     return ''
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)

@@ -73,7 +73,7 @@ def run(name: str, workdir: pathlib.Path, count: int, backend: str) -> Row:
   if missing:
     return made(name, workdir, f'skipped: {missing}')
   command = [
-    *(sys.executable, '-m', 'experiments.make_tasks', f'--pipeline={name}'),
+    *(sys.executable, '-m', 'm2jax', 'make_tasks', f'--pipeline={name}'),
     *(f'--workdir={workdir}', f'--config.count={count}', f'--config.backend={backend}'),
   ]
   process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -14,10 +14,29 @@ placement specs and placeholders.
 
 from __future__ import annotations
 
+import typing
+
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, Int32, Shaped, UInt32
 
 Array = jax.Array | np.ndarray
+_Kind = typing.TypeVar('_Kind', bound=type)
 
-__all__ = ('Array', 'Bool', 'Float', 'Float32', 'Int', 'Int32', 'Shaped', 'UInt32')
+
+def unchecked(kind: _Kind) -> _Kind:
+  """A record whose hints no run checks; type checkers read them."""
+  return typing.no_type_check(kind)
+
+
+__all__ = (
+  'Array',
+  'Bool',
+  'Float',
+  'Float32',
+  'Int',
+  'Int32',
+  'Shaped',
+  'UInt32',
+  'unchecked',
+)

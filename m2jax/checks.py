@@ -90,8 +90,8 @@ def check_fields(kind: type, values: Mapping[str, Any], where: str) -> None:
     values: field name → value.
     where: the place of the values in the file, for the message.
   """
-  hints = {field.name: field.type for field in dataclasses.fields(kind)}
-  hints = {name: hint for name, hint in hints.items() if hint in _TYPES}
+  fields = [(field.name, str(field.type)) for field in dataclasses.fields(kind)]
+  hints = {name: hint for name, hint in fields if hint in _TYPES}
   for name, value in values.items():
     if name not in hints:
       has = ', '.join(hints)

@@ -109,9 +109,11 @@ class Frame:
     found = self.arrays.get(name)
     if found is None and optional:
       return None
-    fits = found is not None and found.dtype == dtype and found.ndim == len(shape)
-    sizes = zip(shape, found.shape, strict=True) if fits else ()
-    if not fits or any(n not in (None, m) for n, m in sizes):
+    if (
+      found is None
+      or (found.dtype, found.ndim) != (dtype, len(shape))
+      or any(n not in (None, m) for n, m in zip(shape, found.shape, strict=True))
+    ):
       axes = ', '.join('any' if n is None else str(n) for n in shape)
       raise self.wrong(name, f'an array [{axes}] of {jnp.dtype(dtype).name}')
     if within and found.size:

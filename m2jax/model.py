@@ -136,8 +136,9 @@ def trunk(
 
     return body
 
-  stacked = (params['layers'], variables['router']['layers'], replay, keys.stacked)
-  body, route = functools.partial(layer_body, cfg), variables.get('route')
+  stacked: Any = (params['layers'], variables['router']['layers'], replay, keys.stacked)
+  body: Any = functools.partial(layer_body, cfg)
+  route = variables.get('route')
   if route is not None:
     paths = [dataclasses.replace(cfg, matmuls=path) for path in cfg.paths]
     body = lambda window: loop.routed([layer_body(path, window) for path in paths])
@@ -203,11 +204,12 @@ def forward(
     comparison: how each MTP module is compared with the trunk; None: no `drafts`.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
-  options = dict(detach_mtp=detach_mtp, comparison=comparison, sharding=sharding)
   rules = sharding.rules
   cache = None if prefix is None else prefix_cache.specs(rules)
   specs = _variable_specs(cfg, variables, rules), sharding_lib.batch_specs(rules), cache
-  run = functools.partial(_on_shards, cfg, **options)
+  run = functools.partial(
+    _on_shards, cfg, detach_mtp=detach_mtp, comparison=comparison, sharding=sharding
+  )
   return sharding.shard_map(run, specs, _output_specs(rules, cache))(
     variables, batch, prefix
   )
@@ -220,12 +222,13 @@ def _variable_specs(cfg: ModelConfig, variables, rules: sharding_lib.Rules):
   return specs
 
 
-def _output_specs(rules: sharding_lib.Rules, cache: PrefixCache | None) -> Outputs:
+def _output_specs(rules: sharding_lib.Rules, cache: Any) -> Any:
   token = rules.spec('scores', 'rows', 'tokens')
   stacked = rules.spec('scores', None, 'rows', 'tokens')
   loads = rules.spec('loads', None)
   one = rules.spec('activation_max')
-  return Outputs(token, token, stacked, loads, token, one, token, stacked, cache)
+  specs: Any = (token, token, stacked, loads, token, one, token, stacked, cache)
+  return Outputs(*specs)
 
 
 def token_logprobs(
@@ -277,18 +280,21 @@ def _on_shards(
   if rerouted is not None:
     rerouted = jnp.sum(rerouted, axis=0, dtype=jnp.int32).reshape(logprob.shape)
   back = sharding.from_zigzag
+  new, activation_max = None, out.activation_max
+  assert activation_max is not None  # multiplicity is given
+  if prefix is not None:
+    k, v = out.new_kv
+    new = PrefixCache(k, v, out.hidden[None], modules.new)
   return Outputs(
     logprob=back(logprob),
     entropy=back(entropy),
     mtp_logprob=back(modules.logprob, axis=2),
     loads=sharding.psum(loads, *everywhere),
     experts=back(ids.swapaxes(0, 1).reshape(*logprob.shape, -1, ids.shape[2])),
-    activation_max=sharding.pmax(jnp.max(out.activation_max), *everywhere),
+    activation_max=sharding.pmax(jnp.max(activation_max), *everywhere),
     rerouted=jax.tree.map(back, rerouted),
     drafts=jax.tree.map(lambda x: back(x, axis=2), modules.drafts),
-    new=None
-    if prefix is None
-    else PrefixCache(*out.new_kv, out.hidden[None], modules.new),
+    new=new,
   )
 
 

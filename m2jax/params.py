@@ -69,14 +69,14 @@ def _norm(axis: str, released: str, split: str | None = None) -> Param:
 
 
 def _matrix(axes: str, split: str, released: str, init: str = 'fan_in') -> Param:
-  return Param(_names(axes), _names(split), Kind.MATRIX, init, released)
+  return Param(tuple(axes.split()), _split(split), Kind.MATRIX, init, released)
 
 
 def _expert(axes: str, split: str, released: str, init: str = 'fan_in') -> Param:
-  return Param(_names(axes), _names(split), Kind.EXPERT, init, released)
+  return Param(tuple(axes.split()), _split(split), Kind.EXPERT, init, released)
 
 
-def _names(axes: str) -> tuple[str | None, ...]:
+def _split(axes: str) -> tuple[str | None, ...]:
   return tuple(None if name == '-' else name for name in axes.split())
 
 
@@ -220,7 +220,8 @@ def initialize(key: jax.Array, initializers: Any) -> Any:
     return initializers(key)
   leaves, structure = jax.tree.flatten(initializers)
   keys = jax.random.split(key, len(leaves))
-  return structure.unflatten([f(k) for f, k in zip(leaves, keys, strict=True)])
+  arrays = [f(k) for f, k in zip(leaves, keys, strict=True)]
+  return jax.tree.unflatten(structure, arrays)
 
 
 def kind_of(path: str, ndim: int) -> Kind:

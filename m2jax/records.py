@@ -27,14 +27,14 @@ class ByValue:
   Fields with `compare=False` are excluded. The dataclass needs `eq=False`.
   """
 
-  __hash__ = None
+  __hash__ = None  # type: ignore[assignment]  # as Python does for __eq__ alone
 
   def __eq__(self, other: object) -> bool:
     if type(other) is not type(self):
       return NotImplemented
     return all(
       np.array_equal(getattr(self, field.name), getattr(other, field.name))
-      for field in dataclasses.fields(self)
+      for field in dataclasses.fields(type(self))  # type: ignore[arg-type]
       if field.compare
     )
 
@@ -288,13 +288,13 @@ class Lineages:
       lineage, versions: the weights.
       present: step of the current weights, in the lineage `current`.
     """
-    versions = np.asarray(versions, np.int64)
+    of = np.asarray(versions, np.int64)
     mine, theirs = self._path(self.current, present), self._path(lineage, None)
     shared = next(i for i in theirs if i in mine)
-    common = np.full(versions.shape, mine[shared])
+    common = np.full(of.shape, mine[shared])
     limit = theirs[shared]
-    common = np.minimum(common, versions if limit is None else limit)
-    return present - common + np.maximum(versions - common, 0)
+    common = np.minimum(common, of if limit is None else limit)
+    return present - common + np.maximum(of - common, 0)
 
   def _path(self, lineage: int, last: int | None) -> dict[int, int | None]:
     """Last step of each lineage on the path to the root, starting at `lineage`."""

@@ -45,7 +45,7 @@ def on_cpu() -> bool:
   is installed. Does not start jax's backend."""
   import jax
 
-  chosen = jax.config.jax_platforms
+  chosen = jax.config.jax_platforms  # type: ignore[attr-defined]
   return chosen == 'cpu' or not (chosen or any(map(_installed, _ACCELERATORS)))
 
 
@@ -69,7 +69,8 @@ def prepare(devices: int | None = None) -> None:
   keep_freed()
   flags = os.environ.get('XLA_FLAGS', '')
   os.environ['XLA_FLAGS'] = f'{_VECTORS} {flags}'.strip()  # the last one takes effect
-  if devices and _DEVICES not in flags and jax.config.jax_num_cpu_devices < 0:
+  given = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+  if devices and _DEVICES not in flags and given < 0:
     jax.config.update('jax_num_cpu_devices', devices)
 
 

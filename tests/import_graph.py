@@ -30,6 +30,7 @@ def imports(package: str = '') -> dict[str, set[str]]:
   graph = grimp.build_graph(*(r for r in ROOTS if grimp_finds(r)))
   parents = {package} if package else {'m2jax'}
   tops = set().union(*(graph.find_children(parent) for parent in parents))
+  tops = {name for name in tops if not name.endswith('.__main__')}  # programs
   if not package:
     tops |= {root for root in ROOTS[1:] if root in graph.modules}
 

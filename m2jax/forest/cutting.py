@@ -184,7 +184,8 @@ def _by_parent(roots, parent, end) -> dict[int, list[tuple[int, int]]]:
 
 def _branches_above(branches, end) -> dict[int, int]:
   """The nearest branch point above each branch point, -1 if there is none."""
-  up, path = {}, []
+  up: dict[int, int] = {}
+  path: list[int] = []
   for branch in branches:
     while path and end[path[-1]] <= branch:
       path.pop()
@@ -201,7 +202,7 @@ def _bins(pieces, branches, up, size) -> dict[int, list[list[tuple[int, int]]]]:
   """
   found = collections.defaultdict(list)
   # by branch point, chunks started below it that are not full: (free, serial, pieces)
-  not_full = collections.defaultdict(list)
+  not_full: dict[int, list] = collections.defaultdict(list)
   serial = 0
   for branch in [*reversed(branches), -1]:
     open_chunks = sorted(not_full.pop(branch, []))
@@ -227,12 +228,15 @@ def _walk(tree, buckets, branches, up, bins) -> list[tuple]:
   size = buckets.chunk_tokens[-1]
   inner = set(up.values())
   bottoms = [b for b in branches if b not in inner]
-  due = collections.defaultdict(list)  # chunks by the first bottom below their path
+  due: dict[int, list] = collections.defaultdict(
+    list
+  )  # chunks by the first bottom below their path
   for branch, chunks in bins.items():
     below = bottoms[bisect.bisect_left(bottoms, branch)] if branch >= 0 else -1
     due[below] += chunks
   path = np.zeros(1 + max((int(position[b]) for b in bottoms), default=-1), np.int64)
-  steps, depth = [('leaf', chunk) for chunk in due[-1]], 0
+  steps: list[tuple] = [('leaf', chunk) for chunk in due[-1]]
+  depth = 0
 
   def pop(to):
     nonlocal depth

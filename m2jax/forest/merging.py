@@ -23,7 +23,7 @@ LOSSES = ('response', 'path')
 class _Place(NamedTuple):
   """The row of a sample, and the length it shares with that row's last path."""
 
-  index: int
+  index: int  # type: ignore[assignment]  # tuples have a method index
   row: int
   shared: int
 
@@ -264,19 +264,19 @@ def _fill(
     row.terms = _fill_terms(out, place, sample, row, iota)
     if keep_paths:
       paths.append((place, start, row.path[:length].copy()))
-  for row, cursor in enumerate(cursors):
-    out.subtree_end[row, cursor.path[: cursor.length]] = cursor.used
+  for r, cursor in enumerate(cursors):
+    out.subtree_end[r, cursor.path[: cursor.length]] = cursor.used
     # The samples through a token are those that end in its subtree.
-    before = np.concatenate([[0], np.cumsum(ends[row, : cursor.used])])
-    end = out.subtree_end[row, : cursor.used]
-    out.multiplicity[row, : cursor.used] = before[end] - before[: cursor.used]
+    before = np.concatenate([[0], np.cumsum(ends[r, : cursor.used])])
+    end = out.subtree_end[r, : cursor.used]
+    out.multiplicity[r, : cursor.used] = before[end] - before[: cursor.used]
   return out, paths
 
 
 def _fill_terms(out: Forest, place: _Place, sample: Sample, row: _Row, iota) -> int:
   """Writes the sample's terms; returns the index of the row's next term."""
   n = len(sample.tokens) - sample.prompt_length
-  nonzero = slice(None)
+  nonzero: slice | np.ndarray = slice(None)
   if sample.weights is not None and np.count_nonzero(sample.weights) < n:
     nonzero = np.flatnonzero(sample.weights)
   offset = iota[:n][nonzero]

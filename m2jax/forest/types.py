@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, SupportsIndex, no_type_check
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
 
-from m2jax.axes import Array, Float, Float32, Int, Int32
+from m2jax.axes import Array, Float, Float32, Int, Int32, unchecked
 
 OLDER_KEYS = -2  # a `Forest.lag`
 
@@ -24,7 +24,7 @@ def _per_token(dtype, fill: int = 0, **options):
   )
 
 
-def _per_term(dtype, fill: int = 0, sample: str | None = '', default: float = 0):
+def _per_term(dtype, fill: int = 0, sample: str | None = '', default: int = 0):
   """A field with a value for each loss term.
 
   Args:
@@ -37,7 +37,7 @@ def _per_term(dtype, fill: int = 0, sample: str | None = '', default: float = 0)
   return dataclasses.field(metadata=of)
 
 
-@no_type_check  # jax also fills it with specs and placeholders
+@unchecked  # jax also fills it with specs and placeholders
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Forest:
@@ -98,10 +98,11 @@ def _with_terms(cls):
   for name in set(SAMPLED.values()) - set(cls.__annotations__):
     cls.__annotations__[name] = Any
     setattr(cls, name, None)
-  return dataclasses.dataclass(frozen=True)(cls)
+  return cls
 
 
-@no_type_check  # `merge` checks it, with a message for each error
+@unchecked  # `merge` checks it, with a message for each error
+@dataclasses.dataclass(frozen=True)
 @_with_terms
 class Sample:
   """A token sequence, with the loss terms of its response tokens.

@@ -43,9 +43,14 @@ class Keys(Protocol):
     stacked: what a layer has of its own, with leading axis L; or None.
   """
 
-  tables: Tables
-  carry: Any
-  stacked: Any
+  @property
+  def tables(self) -> Tables: ...
+
+  @property
+  def carry(self) -> Any: ...
+
+  @property
+  def stacked(self) -> Any: ...
 
   def attention(self, cfg: ModelConfig, window: int | None) -> Callable:
     """Attention of the layers with this window, prepared once for all of them.

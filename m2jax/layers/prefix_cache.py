@@ -28,7 +28,7 @@ class PrefixCache(NamedTuple):
   k: Float[Array, 'L B P K H']
   v: Float[Array, 'L B P K H']
   states: Float[Array, '1 B P D']
-  mtp: mtp.Cache
+  mtp: mtp.Cache | None
 
 
 def empty(cfg: ModelConfig, rows: int, slots: int) -> PrefixCache:

@@ -55,7 +55,7 @@ class MuonConfig(MatrixRule):
     require(self, known, 'preconditioning', f'one of {PRECONDITIONINGS}')
     require(self, self.scale in SCALES, 'scale', f'one of {SCALES}')
 
-  def orthogonal(self, x: jax.Array) -> jax.Array:
+  def orthogonal(self, x: jax.Array) -> Array:
     """`orthogonalize` with these settings."""
     return orthogonalize(
       x, eps=self.eps, ns_steps=self.ns_steps, preconditioning=self.preconditioning
@@ -77,7 +77,7 @@ class MuonConfig(MatrixRule):
 class MuonState(NamedTuple):
   """Steps taken and the momentum, one array a parameter."""
 
-  count: Int32[Array, '']
+  count: Int32[Array, '']  # type: ignore[assignment]  # tuples have a method count
   mu: Any
 
 

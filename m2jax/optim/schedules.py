@@ -126,7 +126,11 @@ def multiplier(config: ScheduleConfig) -> Schedule:
 def _share(segments: Segments, start: int, stop: int) -> Schedule:
   """Fraction of the way from update `start` to `stop`, as a function of the step."""
   if not segments:
-    return lambda step: (step - start) / (stop - start)
+
+    def plain(step):
+      return (step - start) / (stop - start)
+
+    return plain
   clock = Clock(segments)
   # float32 is not exact for trillions of tokens, but for steps below 2**24
   parts, first = [], 0

@@ -115,7 +115,7 @@ class SphereState(NamedTuple):
     report: the last step's report.
   """
 
-  count: Int32[Array, '']
+  count: Int32[Array, '']  # type: ignore[assignment]  # tuples have a method count
   momentum: Any
   right: Any
   radius: Any
@@ -181,12 +181,14 @@ def sso(
       one, params, ahead, state.right, state.radius, rates, *guess
     )
     updates, right, guess, numbers = transpose(params, found, 4)
+    multiplier, slope = transpose(params, guess, 2)
     state = SphereState(
       optax.safe_increment(state.count),
       momentum,
       right,
       state.radius,
-      *transpose(params, guess, 2),
+      multiplier,
+      slope,
       _report(jax.tree.leaves(numbers, is_leaf=_is_numbers)),
     )
     return updates, state

@@ -105,7 +105,8 @@ class DataPool(reader.Reader):
     """
     opened, self.run = database.open_database(url, outage_s)
     super().__init__(opened)
-    self._ids = collections.OrderedDict()  # the last ids added, oldest first
+    # the last ids added, oldest first
+    self._ids: collections.OrderedDict = collections.OrderedDict()
     self._ids_lock = threading.Lock()
     self._missed_syncs = 0
     self._lineage = self.lineages().current

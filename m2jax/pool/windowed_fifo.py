@@ -169,7 +169,7 @@ class WindowedFifo:
       (index, result) pairs in increasing order of index.
     """
     with self._changed:
-      out = []
+      out: list[tuple[int, Any]] = []
       while len(out) < n and self._ready and self._allowed(self._ready[0], self._head):
         index = heapq.heappop(self._ready)
         out.append((index, self._completed.pop(index)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -64,7 +65,8 @@ class Estimator:
   def _functions(self) -> tuple[Callable, Callable]:
     """The kind's loss and metrics, with its bounds."""
     if self.kind == 'cispo':
-      module, names = cispo, ('is_weight_max', 'is_weight_min')
+      module: Any = cispo
+      names = ('is_weight_max', 'is_weight_min')
     elif self.kind in ('grpo', 'dapo'):
       module, names = ppo_clip, ('clip_low', 'clip_high')
     else:
@@ -105,7 +107,7 @@ def policy_gradient(
   return -weight * advantage * logprob
 
 
-_DEFAULTS = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
   'cispo': dict(normaliser='prompt'),
   'grpo': dict(normaliser='trajectory', clip_low=0.2, clip_high=0.2),
   'dapo': dict(normaliser='token', clip_low=0.2, clip_high=0.28),
@@ -126,5 +128,6 @@ def make(kind: str, **parameters: float | str | None) -> Estimator:
     >>> make('dapo', clip_low=0.1).clip_high
     0.28
   """
-  given = {name: value for name, value in parameters.items() if value is not None}
-  return Estimator(kind, **{**_DEFAULTS.get(kind, {}), **given})
+  given: dict[str, Any] = dict(_DEFAULTS.get(kind, {}))
+  given |= {name: value for name, value in parameters.items() if value is not None}
+  return Estimator(kind, **given)

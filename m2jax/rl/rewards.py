@@ -204,7 +204,7 @@ def advantages(group: Group, config: RewardConfig) -> GroupCredit:
   real = [i for i, (t, _) in enumerate(group) if t.end_reason != 'infrastructure']
   used = [acted(completions, trajectory.rewards) for trajectory, completions in group]
   times = [_time(group[i][0], used[i], config.speed_unit) for i in real]
-  speed_baseline = config.speed_baseline or (np.mean(times) if times else 0.0)
+  speed_baseline = config.speed_baseline or (float(np.mean(times)) if times else 0.0)
 
   parts, to_go = {}, []
   for i, time in zip(real, times, strict=True):
@@ -310,9 +310,10 @@ def acted(
     paid: ids of those with a turn reward.
   """
   completions = [c for c in completions if c.fork_reason not in UNTRAINED]
-  sampled = (c for c in completions if c.finish_reason != 'cancelled')
-  sampled = sorted((c for c in sampled if len(c.response_ids)), key=lambda c: c.turn)
+  whole = (c for c in completions if c.finish_reason != 'cancelled')
+  sampled = sorted((c for c in whole if len(c.response_ids)), key=lambda c: c.turn)
   extended = {id_ for c in completions for id_ in (c.parent, c.follows)}
+  requests: dict[bytes, list[list[records.Completion]]]
   requests = collections.defaultdict(lambda: [[]])
   for c in sampled:
     found = requests[c.prompt_ids.tobytes()]
@@ -332,9 +333,7 @@ def acted(
 
 def by_session(groups: Sequence[GroupCredit]) -> dict[str, TrajectoryReward]:
   """Rewards of the judged trajectories, for `DataPool.set_rewards`."""
-  return {
-    c.trajectory.session: c.reward for g in groups for c in g.credits if not c.masked
-  }
+  return {c.trajectory.session: c.reward for g in groups for c in g.credits if c.reward}
 
 
 def by_completion(groups: Sequence[GroupCredit]) -> dict[str, float]:
@@ -357,6 +356,7 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   a non-zero advantage.
   """
   judged = [c for g in groups for c in g.credits if not c.masked]
+  paid = [c.reward for c in judged if c.reward]
   untrained = sum(
     bool(g.dropped) or not np.any(c.advantages) for g in groups for c in g.credits
   )
@@ -374,9 +374,9 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
     'success': mean([c.trajectory.success >= 1 for c in judged]),
     **{f'success/{family}': mean(values) for family, values in families.items()},
     **({} if parallel is None else {'parallel_calls': parallel}),
-    'reward': mean([c.reward.total for c in judged]),
-    'reward_process': mean([c.reward.process for c in judged]),
-    'reward_speed': mean([c.reward.speed for c in judged]),
+    'reward': mean([reward.total for reward in paid]),
+    'reward_process': mean([reward.process for reward in paid]),
+    'reward_speed': mean([reward.speed for reward in paid]),
     'wall_s': mean([c.trajectory.wall_s for c in judged]),
     'turns': mean([len(c.completions) for c in judged]),
     'groups': len(groups),
@@ -415,7 +415,7 @@ def work_s(completions: Sequence[records.Completion]) -> float:
   total = 0.0
   for c in completions:
     total += c.ended_s - c.started_s
-    before = by_id.get(c.parent or c.follows)
+    before = by_id.get(c.parent or c.follows or '')
     pause_s = c.started_s - before.ended_s if before else c.tool_s
     total += min(c.tool_s, max(pause_s, 0.0))
   return total

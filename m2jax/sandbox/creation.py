@@ -119,11 +119,11 @@ async def _supervisor(backend: str, host: api.Host) -> client.Supervisor:
       if task.done() and not task.cancelled() and not task.exception():
         task.result().abandon()
   key = (id(loop), backend, host)
-  _, task = _supervisors.get(key, (None, None))
-  if task is None or task.done() and (task.exception() or not task.result().alive):
-    task = loop.create_task(_start_supervisor(backend, host))
-    _supervisors[key] = (loop, task)
-  return await asyncio.shield(task)
+  _, found = _supervisors.get(key, (None, None))
+  if found is None or found.done() and (found.exception() or not found.result().alive):
+    found = loop.create_task(_start_supervisor(backend, host))
+    _supervisors[key] = (loop, found)
+  return await asyncio.shield(found)
 
 
 async def _start_supervisor(backend: str, host: api.Host) -> client.Supervisor:

@@ -135,7 +135,7 @@ class Sharding:
     axes = self.axes(logical)
     return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 
-  def residual_part(self, x: jax.Array) -> jax.Array:
+  def residual_part(self, x: Any) -> jax.Array:
     """[T, …] → [T/n, …]: this device's tokens of the residual stream.
 
     Raises:
@@ -149,7 +149,7 @@ class Sharding:
     part = len(x) // shards
     return lax.dynamic_slice_in_dim(x, self.index('residual') * part, part)
 
-  def gather_residual(self, x: jax.Array) -> jax.Array:
+  def gather_residual(self, x: Any) -> jax.Array:
     """The inverse of `residual_part`: [T/n, …] → [T, …]."""
     return self.all_gather(x, 'residual', axis=0)
 
@@ -178,7 +178,7 @@ class Sharding:
       [front * len(run) + run, (2 * shards - 1 - front) * len(run) + run]
     )
 
-  def to_zigzag(self, x: jax.Array) -> jax.Array:
+  def to_zigzag(self, x: Any) -> jax.Array:
     """[B, S/n, …] in the order of the row → the same in zigzag layout."""
     axes = self.axes('tokens')
     if not axes:
@@ -196,7 +196,7 @@ class Sharding:
     order = [2 * i for i in range(shards)] + [2 * i + 1 for i in range(shards)][::-1]
     return runs[:, np.array(order)].reshape(zigzag.shape)
 
-  def from_zigzag(self, x: jax.Array, axis: int = 1) -> jax.Array:
+  def from_zigzag(self, x: Any, axis: int = 1) -> jax.Array:
     """The inverse of `to_zigzag`; `axis` is that of the tokens, rows are before it."""
     if not self.axes('tokens'):
       return x

@@ -72,7 +72,7 @@ class Turn(NamedTuple):
 
 
 # Yields tool calls, gets their observations, returns the answer.
-Lesson = Generator[Turn, str, Turn]
+Lesson = Generator[Turn, str | None, Turn]
 
 
 def lesson(task: task_lib.Task, teacher: TeacherConfig, mistakes: list[str]) -> Lesson:

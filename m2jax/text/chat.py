@@ -239,10 +239,10 @@ def in_call_order(
   out = list(messages)
   answers = [i for i, m in enumerate(messages) if m.get('role') == 'assistant']
   for start, end in itertools.pairwise([*answers, len(messages)]):
-    calls = messages[start].get('tool_calls') or ()
+    calls: Sequence[Mapping] = messages[start].get('tool_calls') or ()
     places = [i for i in range(start + 1, end) if messages[i].get('role') == 'tool']
-    ids = [call.get('id') for call in calls]
-    given = [messages[i].get('tool_call_id') for i in places]
+    ids: list[Any] = [call.get('id') for call in calls]
+    given: list[Any] = [messages[i].get('tool_call_id') for i in places]
     if not calls or not all(ids) or not all(given):
       continue
     left: dict[str, list[int]] = collections.defaultdict(list)

@@ -339,11 +339,14 @@ class StreamParser:
     for element in found:
       call = invokes.read(element, self._version)
       if call is None:
-        is_text = isinstance(element, str)
-        name, raw = ('', element) if is_text else (element.name, element.body)
-        self._break(Status.MALFORMED_STRUCTURE, raw, name)
-        self._block_unread.append(element if is_text else element.raw)
+        if isinstance(element, str):
+          name, body, raw = '', element, element
+        else:
+          name, body, raw = element.name, element.body, element.raw
+        self._break(Status.MALFORMED_STRUCTURE, body, name)
+        self._block_unread.append(raw)
         continue
+      assert not isinstance(element, str)  # text is no call
       name, parameters = call
       values, status = {}, Status.OK
       for key, value in parameters:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -58,7 +58,9 @@ class Tokenizer:
     self._hf = hf
     self._bytes = _token_bytes(hf)
     self._plain = _without_special_tokens(hf)
-    self.special_ids = {t: hf.token_to_id(t) for t in markup.SPECIAL_TOKENS}
+    self.special_ids: dict[str, Any] = {
+      t: hf.token_to_id(t) for t in markup.SPECIAL_TOKENS
+    }
     ids = self.special_ids
     self.bos_id, self.role_id = ids[markup.BOS], ids[markup.ROLE]
     self.eos_id = ids[markup.EOS]

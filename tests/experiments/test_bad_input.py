@@ -37,7 +37,7 @@ CASES = {
   },
   'unknown flag': ('serve', ['--nosuch=1'], 'nosuch'),
   'stray argument': ('pretrain', ['--workdir={tmp}/w', 'smoke'], "'smoke'"),
-  'one process only': ('convert', ['--distributed'], 'one process'),
+  'one process only': ('convert@serve', ['--distributed'], 'one process'),
   'nobody to join': (
     'pretrain',
     ['--workdir={tmp}/w', '--distributed'],

@@ -98,6 +98,31 @@ def test_no_config_of_m2_divides_advantages(monkeypatch):
     assert learner.reward_of_algorithm.normalise == 'none', name
 
 
+@pytest.mark.parametrize('name', ['forge', 'forge.py', 'configs/forge.py'])
+def test_a_config_is_found_by_name(name, tmp_path, monkeypatch):
+  """In any directory; a file of that name comes first, a folder does not."""
+  ours = str(pathlib.Path(forge.__file__))
+  assert common.config_file(ours) == ours
+  monkeypatch.chdir(tmp_path)
+  assert common.config_file(name) == ours
+  (tmp_path / 'forge').mkdir()
+  assert common.config_file('forge') == ours
+  own = tmp_path / 'configs' / 'forge.py'
+  own.parent.mkdir()
+  own.write_text('')
+  assert common.config_file('configs/forge.py') == 'configs/forge.py'
+
+
+@pytest.mark.parametrize(
+  'name', ['', 'nosuch', 'forge.txt', '../configs/forge.py', 'a/forge.py', '/forge.py']
+)
+def test_no_other_path_is_a_name(name, tmp_path, monkeypatch):
+  """A mistyped path is an error with the names, and does not run another config."""
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match='no such file.* evaluate, .*forge, '):
+    common.config_file(name)
+
+
 def test_a_default_of_none_has_its_type():
   """`--config.x=0.1` needs to know that x may be a number, though it is None."""
   config = forge.get_config()

@@ -297,7 +297,7 @@ def _shardings(
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return dict.fromkeys(shapes, device)
   specs = leaves_lib.table(sharding_lib.param_specs(cfg, rules or sharding_lib.Rules()))
-  found = {}
+  found: dict[str, jax.sharding.Sharding] = {}
   for leaf, like in shapes.items():
     found[leaf] = jax.sharding.NamedSharding(mesh, specs[fp8.base(leaf)])
     try:
@@ -341,7 +341,8 @@ def _plan(
   specs: Mapping[str, Spec], max_shard_bytes: int
 ) -> dict[str, dict[str, Spec]]:
   """File name → the tensors of the file, in order."""
-  parts, left = [{}], max_shard_bytes
+  parts: list[dict[str, Spec]] = [{}]
+  left = max_shard_bytes
   for name, spec in specs.items():
     size = safetensors_io.nbytes(*spec)
     if size > left and parts[-1]:

@@ -5,13 +5,15 @@ Axes: T rows sorted by group, E groups, D in, F out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from m2jax import platforms
 from m2jax.axes import Array, Float, Int
 from m2jax.kernels.grouped_matmul import cpu, gpu, reference, tpu
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable] = {
   'reference': reference.matmul,
   'cpu': cpu.matmul,
   'tpu': tpu.matmul,

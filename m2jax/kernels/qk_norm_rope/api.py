@@ -6,6 +6,7 @@ Axes: T tokens, C = heads · H channels, H head dim, R rotary dim; half = R/2.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 
@@ -60,7 +61,7 @@ def norm_rope(
       f'{2 * cos.shape[1]} rotary dims'
     )
   cos, sin = jax.lax.stop_gradient((cos, sin))
-  static = dict(head_dim=head_dim, eps=eps)
+  static: dict[str, Any] = dict(head_dim=head_dim, eps=eps)
   arrays = (x, scale, cos, sin, variance)
   if implementation is None:
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from m2jax.axes import Array, Int32
+from m2jax.axes import Array, Int32, unchecked
 
 
 def _static(default):
   return dataclasses.field(default=default, metadata={'static': True})
 
 
-@no_type_check  # jax also fills it with specs and placeholders
+@unchecked  # jax also fills it with specs and placeholders
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
