@@ -239,8 +239,6 @@ class ContainerSandbox:
   ) -> api.ExecResult:
     for attempt in range(2):
       ran = await self._attempt(command, wall_s, user, place, options, stop)
-      if stop.done() and stop.result() == 'destroyed':
-        raise api.SandboxError('the sandbox was destroyed')
       if ran.started or ran.ended_by or attempt:
         break
       # Processes of earlier commands may have left no room for another.
@@ -293,7 +291,7 @@ class ContainerSandbox:
       _set(stop, 'output')
 
   async def _result(self, ran: _Ran) -> api.ExecResult:
-    codes = {'wall': 124, 'output': 137, 'cancelled': 137}
+    codes = {'wall': 124, 'output': 137, 'cancelled': 137, 'destroyed': 137}
     stderr = ran.stderr.text()
     if ran.ended_by:
       code = codes[ran.ended_by]
