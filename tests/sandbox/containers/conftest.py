@@ -13,7 +13,7 @@ from m2jax.sandbox.containers import engines
 
 _PROGRAMS = (
   'bash sh sleep cat ls mkdir rm ln mkfifo head touch id chown chmod kill setsid nohup '
-  'stat tail wc'
+  'stat tail wc env grep unshare uname flock'
 ).split()
 _DOCKERFILE = 'FROM scratch\nCOPY root/ /\nENV PATH=/usr/bin:/bin\n'
 
@@ -38,6 +38,7 @@ def _fill(root: pathlib.Path) -> None:
     (root / name).mkdir(exist_ok=True)
   (root / 'tmp').chmod(0o1777)
   (root / 'etc').mkdir(exist_ok=True)
+  (root / 'bin').symlink_to('usr/bin')
   (root / 'etc/passwd').write_text(
     'root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000::/tmp:/bin/sh\n'
   )

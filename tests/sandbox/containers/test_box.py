@@ -63,7 +63,7 @@ def test_what_a_command_breaks_is_its_own_failure(box, run):
   tested = box()
   for command in ('rm /usr/bin/sh /usr/bin/bash', 'true', 'true'):
     assert isinstance(run(tested.exec(command)), sandbox.ExecResult)
-  tested = box()
+  tested = box(workdir='/app')
   for command in ('cd /; rm -r /app', 'true'):
     result = run(tested.exec(command))
   assert result.returncode == 126
@@ -135,7 +135,8 @@ def test_files_of_this_machine_and_of_others_are_out_of_reach(box, run, tmp_path
   for command in (f'cat {secret}', 'cat /tmp/mine', 'cat /proc/1/root/tmp/mine'):
     assert run(other.exec(command)).returncode != 0
   words = f'ls /proc/{os.getpid()}/root; echo 1 > /proc/sys/vm/drop_caches'
-  assert 'denied' in run(other.exec(words)).stderr
+  result = run(other.exec(words))
+  assert result.returncode and not result.stdout
 
 
 def test_read_only_directories_are_read_only(box, run, tmp_path):
@@ -202,7 +203,7 @@ def test_containers_do_not_outlive_their_process(run, image, podman, how):
 def test_containers_of_the_living_and_of_others_stay(box, run, podman, image):
   tested = box()
   other = 'm2jax-mine'
-  words = ['podman', 'create', '--name', other, '--ulimit', 'nofile=99:99', image]
+  words = ['podman', 'create', '--name', other, '--ulimit', 'nofile=99:99', image, 'sh']
   subprocess.run(words, env=podman, capture_output=True, check=True)
   run(owners.sweep('podman'))
   assert {tested._live.name, other} <= set(_names(podman))
@@ -221,6 +222,17 @@ def test_what_is_not_enforced_is_no_sandbox(box, monkeypatch):
   monkeypatch.setattr(enforcement, 'options', without_limits)
   with pytest.raises(sandbox.SandboxUnavailable, match='processes'):
     box()
+
+
+def test_the_report_says_what_holds(run, image):
+  found = run(
+    sandbox.capabilities('podman', image=containers.Container(image, workdir='/app'))
+  )
+  missing = {name for name, how in found.limits.items() if how is None}
+  assert missing == {'workspace_bytes'}  # and it says so
+  # The engine's filter of system calls allows both; docs/security.md.
+  broken = {name for name, held in found.isolation.items() if not held}
+  assert broken <= {'new namespaces', 'core dump handlers'}
 
 
 def test_an_image_is_needed_and_has_to_exist(run, image):
