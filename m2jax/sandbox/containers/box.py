@@ -37,7 +37,7 @@ _ARCHIVE_OVERHEAD_BYTES = 64 << 20  # headers, long names
 _MAX_COMMAND_BYTES = 120_000  # the kernel's limit for one argument is 131,072
 _FLOOD = 64  # times `output_bytes`: the command is killed
 _TAIL_BYTES = 4096
-_HELPER_S = 20.0
+_KILLS, _KILL_S = 20, 1.0  # attempts to end a command, and time for each
 NETWORKS = ('none', 'public')
 _NOT_FILES = ('proc', 'sys', 'dev')  # of the kernel
 # Reaps orphans. Without sleep it ends, rather than loop.
@@ -274,10 +274,13 @@ class ContainerSandbox:
       ended_by = stop.result() if stop.done() else 'wall'
       if not begun.done() and not stop.done():
         ended_by = 'engine'
-      with contextlib.suppress(api.SandboxError):
-        await self._kill()
-      await asyncio.wait((reading,), timeout=_HELPER_S)
-      process.kill()  # if it has not ended
+      for _ in range(_KILLS):  # the engine may still be about to start the command
+        with contextlib.suppress(api.SandboxError):
+          await self._kill()
+        await asyncio.wait((reading,), timeout=_KILL_S)
+        if reading.done():
+          break
+      process.kill()
     elif stop.done():
       ended_by = stop.result()  # too much output, by a command that then ended
     code = await reading
@@ -665,7 +668,7 @@ async def _opened(engine, name: str, pid: int, workdir: str, user: str) -> Live:
     group = enforcement.Group.of(pid)
     options = f'--user={user}', name, 'sh', '-c', _WHO
     ids = (await engines.checked(engine, 'exec', *options)).split()
-    if len(ids) != 2:
+    if len(ids) != 2 or not all(map(str.isdecimal, ids)):
       raise api.SandboxError(f'{name}: no user of its commands: {ids}')
     uid, gid = (
       enforcement.outside(pid, kind, int(number))

@@ -109,6 +109,22 @@ def test_cancellation_kills_the_command(box, run):
   assert 'sleep' not in _programs(tested, run)
 
 
+def test_cancellation_before_the_start_leaves_nothing(box, run):
+  tested = box()
+
+  async def cancelled():
+    task = asyncio.ensure_future(tested.exec('sleep 300'))
+    await asyncio.sleep(0)  # it has begun to ask for the command
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    return await tested.exec('echo next')
+
+  assert run(cancelled()).stdout == 'next\n'
+  assert 'sleep' not in _programs(tested, run)
+
+
 def test_destroying_ends_a_running_command(box, run):
   tested = box()
 
