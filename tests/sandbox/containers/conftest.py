@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 
@@ -45,11 +46,13 @@ def _fill(root: pathlib.Path) -> None:
 
 
 @pytest.fixture(scope='session')
-def podman(tmp_path_factory):
+def podman():
   """podman, with a store that nothing else uses; skips without it."""
   if reason := engines.unavailable('podman'):
     pytest.skip(reason)
-  place = tmp_path_factory.mktemp('podman')
+  # Not below pytest's own directory, which the users of a container cannot enter.
+  place = pathlib.Path(tempfile.mkdtemp(prefix='m2jax-test-podman-'))
+  place.chmod(0o711)
   conf = place / 'storage.conf'
   conf.write_text(
     f'[storage]\ndriver = "overlay"\ngraphroot = "{place}/store"\n'
@@ -64,6 +67,7 @@ def podman(tmp_path_factory):
   subprocess.run(command, env=environment, capture_output=True, timeout=60)
   subprocess.run(['umount', f'{place}/store/overlay'], capture_output=True)
   del environment['CONTAINERS_STORAGE_CONF']
+  shutil.rmtree(place, ignore_errors=True)
 
 
 @pytest.fixture(scope='session')

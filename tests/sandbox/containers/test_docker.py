@@ -67,6 +67,7 @@ def test_a_sandbox_of_docker(run, docker, make, monkeypatch):
   assert run(box.exec('sleep 300', 0.3)).timed_out
   assert run(box.exec('head -c 300M /dev/zero | tail -c 290M | wc -c')).oom
   assert run(box.exec('f() { f | f & }; f; sleep 1', 5.0)).returncode is not None
+  run(box.kill_processes())
   run(box.write('/app/b', b'2'))
   assert run(box.copy_out('/app')) == {'a': b'1', 'b': b'2'}
   run(box.exec('(sleep 300) >/dev/null 2>&1 & ln -s /etc/passwd /app/l'))
