@@ -27,7 +27,7 @@ async def capabilities(
   Args:
     backend: one of those of `create`; each trial of a container takes a second more.
     host: use of this machine.
-    image: of a container; needs bash and coreutils.
+    image: image of a container; needs bash and coreutils.
 
   Raises:
     SandboxUnavailable: the backend cannot be used here at all.

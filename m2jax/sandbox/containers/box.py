@@ -68,7 +68,7 @@ class Container:
       this machine's routes reach.
     cpus: processors; None is all.
     workdir: overrides the image's WORKDIR; made if missing.
-    user: of the commands; None is the image's.
+    user: user of the commands; None is the image's.
     read_only: (directory on the host, path in the container).
   """
 
@@ -107,7 +107,7 @@ class Live:
   """A running container.
 
   Attributes:
-    name, pid: of the container, and of its main process.
+    name, pid: the container's name and the pid of its main process.
     root, processes, network: descriptors of its root and of two of its namespaces.
     group: its control groups.
     tree: its files.

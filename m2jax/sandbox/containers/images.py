@@ -55,9 +55,9 @@ async def build(
     context: directory. Links in it are copied as links.
     engine: 'podman' or 'docker'.
     dockerfile: path in it.
-    network: of its steps: 'host', 'none', or a network of the engine. A step sees all
+    network: network of its steps: 'host', 'none', or a network of the engine. A step sees all
       that its network reaches.
-    timeout_s: of the build.
+    timeout_s: time for the build.
     replace: image named by FROM or COPY --from -> local image to take instead.
     args: build arguments.
     max_bytes: the most that the directory may have.

@@ -272,7 +272,7 @@ def listen_in(network: int, port: int) -> socket.socket:
 
   Args:
     network: open descriptor of the namespace.
-    port: of 127.0.0.1.
+    port: port of 127.0.0.1.
 
   Raises:
     OSError: the port is in use.
