@@ -58,7 +58,8 @@ async def create(
     limits: the sandbox's limits.
     env: environment variables in addition to PATH, HOME, LANG, TERM and USER.
     host: use of this machine.
-    image: a container's: the name of an image, or that with its network, user and so on.
+    image: a container's: the name of an image, or that with its network, user
+      and so on.
 
   Raises:
     ValueError: the backend is unknown, needs an image, or takes none.

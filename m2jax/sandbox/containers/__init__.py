@@ -29,7 +29,7 @@ async def create(
     container: its image, network and user.
     engine: 'podman' or 'docker'; or 'harbor:NAME', a provider of Harbor, which has what
       `harbor_provider` says.
-    limits: the sandbox's; of `workspace_bytes` only what is read and copied out is limited: nothing
+    limits: the sandbox's; `workspace_bytes` limits what is read and copied out: nothing
       limits what a container writes to the disk but `file_bytes`, for each file.
     env: environment variables in addition to those of the image.
     contents: path -> content of files to write first.

@@ -55,8 +55,8 @@ async def build(
     context: directory. Links in it are copied as links.
     engine: 'podman' or 'docker'.
     dockerfile: path in it.
-    network: network of its steps: 'host', 'none', or a network of the engine. A step sees all
-      that its network reaches.
+    network: network of its steps: 'host', 'none', or a network of the engine. A step
+      sees all that its network reaches.
     timeout_s: time for the build.
     replace: image named by FROM or COPY --from -> local image to take instead.
     args: build arguments.
