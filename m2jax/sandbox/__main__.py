@@ -1,5 +1,7 @@
 """Prints what the sandbox enforces here: `python -m m2jax.sandbox [BACKEND]`.
 
+    python -m m2jax.sandbox podman --image=NAME
+
 If the backend cannot be used, exits with 1 and prints a command that fixes it to
 standard error. With --quick only this is tested, not each limit. With --install a
 missing libseccomp is first installed by the system's package manager, if the user is
@@ -16,13 +18,13 @@ from m2jax import sandbox
 from m2jax.sandbox import api, unavailable
 
 
-async def _report(backend: str, quick: bool) -> str:
+async def _report(backend: str, quick: bool, image: str | None) -> str:
   try:
     if quick:
-      box = await sandbox.create(backend=backend)
+      box = await sandbox.create(backend=backend, image=image)
       await box.destroy()
       return f'sandbox {backend}: ready'
-    return _table(await sandbox.capabilities(backend))
+    return _table(await sandbox.capabilities(backend, image=image))
   finally:
     await sandbox.shutdown()
 
@@ -41,15 +43,19 @@ def _table(capabilities: sandbox.Capabilities) -> str:
 def main() -> int:
   """Returns the exit status."""
   parser = argparse.ArgumentParser(prog='python -m m2jax.sandbox', description=__doc__)
-  parser.add_argument('backend', nargs='?', default='namespaces', choices=api.BACKENDS)
+  backends = api.BACKENDS + api.CONTAINERS
+  parser.add_argument('backend', nargs='?', default='namespaces', choices=backends)
+  parser.add_argument('--image', help='of a container')
   parser.add_argument('--quick', action='store_true')
   parser.add_argument('--install', action='store_true')
   arguments = parser.parse_args()
+  if (arguments.image is None) == (arguments.backend in api.CONTAINERS):
+    parser.error('--image is for a container, which needs one')
   try:
     if arguments.install and arguments.backend == 'namespaces':
       unavailable.install()
-    print(asyncio.run(_report(arguments.backend, arguments.quick)))
-  except sandbox.SandboxUnavailable as error:
+    print(asyncio.run(_report(arguments.backend, arguments.quick, arguments.image)))
+  except sandbox.SandboxError as error:
     print(error, file=sys.stderr)
     return 1
   return 0

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 _LEAST_MEMORY_BYTES = 8 << 20
 BACKENDS = ('namespaces', 'gvisor', 'rlimit_only')
+CONTAINERS = ('podman', 'docker')  # backends that need an image
 
 
 class SandboxError(RuntimeError):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from m2jax.sandbox import api, client, unavailable
+from m2jax.sandbox import api, client, containers, unavailable
 from m2jax.sandbox import sandbox as sandbox_lib
 
 _PATH = '/usr/local/bin:/usr/bin:/bin'
@@ -45,30 +45,49 @@ async def create(
   limits: api.Limits | None = None,
   env: Mapping[str, str] | None = None,
   host: api.Host | None = None,
-) -> sandbox_lib.Sandbox:
+  image: str | containers.Container | None = None,
+) -> sandbox_lib.Sandbox | containers.ContainerSandbox:
   """Creates a sandbox; takes about a millisecond after the first one.
 
   Args:
     workspace: directory to copy into the workspace. Symbolic links are copied as links,
       never followed.
     contents: relative path -> content of further initial files.
-    backend: 'namespaces', the experimental 'gvisor', or the weaker 'rlimit_only'.
+    backend: 'namespaces', the experimental 'gvisor', or the weaker 'rlimit_only'; with
+      an image 'podman' or 'docker', which take about a second, or 'harbor:NAME'.
     limits: the sandbox's limits.
     env: environment variables in addition to PATH, HOME, LANG, TERM and USER.
     host: use of this machine.
+    image: a container's: the name of an image, or that with its network, user
+      and so on.
 
   Raises:
+    ValueError: the backend is unknown, needs an image, or takes none.
     SandboxUnavailable: this machine does not support it; says how to fix that.
     SandboxPathError: a name in `contents` leaves the workspace, or a file of the
       directory cannot be read.
     WorkspaceFull: the files do not fit into `limits.workspace_bytes`.
   """
-  if backend not in api.BACKENDS:
-    raise ValueError(f'backend={backend!r}: must be one of {api.BACKENDS}')
+  known = api.BACKENDS + api.CONTAINERS
+  if backend not in known and not backend.startswith('harbor:'):
+    raise ValueError(f'backend={backend!r}: must be one of {known}, or harbor:NAME')
+  if (image is None) != (backend in api.BACKENDS):
+    needs = 'needs image=NAME' if image is None else f'takes no image: {image!r}'
+    raise ValueError(f'backend={backend!r} {needs}')
+  if image is not None:
+    container = containers.Container(image) if isinstance(image, str) else image
+    options = dict(limits=limits, env=env, host=host)
+    sandbox = await containers.create(container, engine=backend, **options)
+    return await _filled(sandbox, workspace, contents)
   limits = limits or api.Limits()
   host = host or api.Host(read_only=api.default_python())
   supervisor = await _supervisor(backend, host)
   sandbox = await _open(supervisor, backend, limits, env or {}, host)
+  return await _filled(sandbox, workspace, contents)
+
+
+async def _filled(sandbox, workspace, contents):
+  """Writes a sandbox's initial files, or destroys it."""
   try:
     if workspace is not None:
       await sandbox.fill(Path(workspace))

@@ -25,12 +25,14 @@ class Tree:
 
   Args:
     root_fd: open directory; the caller closes it.
-    owner: uid and gid of new files; None is the caller's.
+    owner: uid of new files; None is the caller's.
+    group: their gid; None is the number of the owner.
   """
 
-  def __init__(self, root_fd: int, owner: int | None):
+  def __init__(self, root_fd: int, owner: int | None, group: int | None = None):
     self._root_fd = root_fd
     self._owner = owner
+    self._group = owner if group is None else group
 
   def read(self, path: str | PurePosixPath, max_bytes: int) -> bytes:
     """Returns a regular file's content.
@@ -55,6 +57,19 @@ class Tree:
     if len(data) > max_bytes:
       raise api.SandboxPathError(f'{path}: larger than {max_bytes} bytes')
     return data
+
+  def open_directory(self, path: str | PurePosixPath, *, make: bool = False) -> int:
+    """Returns a new descriptor of a directory.
+
+    Args:
+      path: relative to the root.
+      make: whether to create what is missing of it.
+
+    Raises:
+      FileNotFoundError: there is nothing at `path`.
+      SandboxPathError: `path` leaves the tree, contains a link or is not a directory.
+    """
+    return self._parent([*parts(path), ''], make=make)
 
   def write(self, path: str | PurePosixPath, data: bytes, mode: int = 0o644) -> None:
     """Writes a file, replacing what is at `path`; creates missing directories.
@@ -113,9 +128,9 @@ class Tree:
     if self._owner is None:
       return
     if isinstance(what, int):
-      os.fchown(what, self._owner, self._owner)
+      os.fchown(what, self._owner, self._group)
     else:
-      os.chown(what, self._owner, self._owner, dir_fd=directory, follow_symlinks=False)
+      os.chown(what, self._owner, self._group, dir_fd=directory, follow_symlinks=False)
 
 
 def parts(path: str | PurePosixPath) -> list[str]:

@@ -6,39 +6,48 @@ A limit counts as enforced only if a command that tried to exceed it was stopped
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import tempfile
 from collections.abc import Mapping
 
-from m2jax.sandbox import api, creation
+from m2jax.sandbox import api, containers, creation
 
 _MIB = 1 << 20
 
 
 async def capabilities(
-  backend: str = 'namespaces', host: api.Host | None = None
+  backend: str = 'namespaces',
+  host: api.Host | None = None,
+  image: str | containers.Container | None = None,
 ) -> api.Capabilities:
   """Tries every isolation property and every limit; takes about two seconds.
+
+  Args:
+    backend: one of those of `create`; each trial of a container takes a second more.
+    host: use of this machine.
+    image: image of a container; needs bash and coreutils.
 
   Raises:
     SandboxUnavailable: the backend cannot be used here at all.
   """
-  box = await creation.create(backend=backend, host=host)
-  found = box.supervisor_facts
+  create = functools.partial(creation.create, backend=backend, host=host, image=image)
+  box = await create()
+  found = box.supervisor_facts if image is None else None
   await box.destroy()
   isolation, apart, *held = await asyncio.gather(
-    _isolation(backend, host),
-    _neighbours(backend, host),
-    *(trial(backend, host) for trial in _TRIALS.values()),
+    _isolation(create, image is not None),
+    _neighbours(create),
+    *(trial(create) for trial in _TRIALS.values()),
   )
-  words = _mechanisms(found)
+  words = _mechanisms(found) if found else _CONTAINERS
   limits = {
     name: words[name] if ok else None for name, ok in zip(_TRIALS, held, strict=True)
   }
   isolation['neighbours'] = apart
-  notes = _notes(backend, found)
-  if backend == 'gvisor' and (await _run(backend, host, 'stat .'))[0].returncode:
+  notes = _notes(backend, found) if found else (_CONTAINER_NOTE,)
+  if backend == 'gvisor' and (await _run(create, 'stat .'))[0].returncode:
     notes += ('this runsc is older than the flags of `ls` and `stat`, which fail',)
   return api.Capabilities(backend, isolation, limits, notes)
 
@@ -80,7 +89,7 @@ def _notes(backend: str, found: Mapping) -> tuple[str, ...]:
   return tuple(notes)
 
 
-async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
+async def _isolation(create, container: bool) -> dict[str, bool]:
   with (
     socket.create_server(('127.0.0.1', 0)) as server,
     tempfile.NamedTemporaryFile(dir='/tmp') as secret,
@@ -100,7 +109,10 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
       'core dump handlers': f'{kernel} && ulimit -c 0',
       'system calls': f'{kernel} && grep -q "^Seccomp:[[:space:]]*0" /proc/self/status',
     }
-    box = await creation.create(backend=backend, host=host)
+    if container:
+      for own in _OWN:  # its root may change them
+        del questions[own]
+    box = await create()
     try:
       answers = {}
       for name, attack in questions.items():
@@ -116,9 +128,9 @@ async def _isolation(backend: str, host: api.Host | None) -> dict[str, bool]:
       await box.destroy()
 
 
-async def _neighbours(backend: str, host: api.Host | None) -> bool:
+async def _neighbours(create) -> bool:
   """Whether a sandbox cannot see another's lock on a file that both read."""
-  boxes = [await creation.create(backend=backend, host=host) for _ in range(2)]
+  boxes = [await create() for _ in range(2)]
   lock = 'exec 9< /usr/bin/env; flock -n 9'
   holding = asyncio.create_task(boxes[0].exec(f'{lock} && touch held && sleep 5'))
   try:
@@ -133,8 +145,8 @@ async def _neighbours(backend: str, host: api.Host | None) -> bool:
       await box.destroy()
 
 
-async def _run(backend, host, command, timeout_s=10.0, **limits):
-  box = await creation.create(backend=backend, host=host, limits=api.Limits(**limits))
+async def _run(create, command, timeout_s=10.0, **limits):
+  box = await create(limits=api.Limits(**limits))
   try:
     result = await box.exec(command, timeout_s)
     sizes = [p.stat().st_size for p in box.workspace.iterdir() if p.is_file()]
@@ -143,51 +155,65 @@ async def _run(backend, host, command, timeout_s=10.0, **limits):
     await box.destroy()
 
 
-async def _cpu(backend, host) -> bool:
-  result, _ = await _run(backend, host, 'while :; do :; done', cpu_s=1)
+async def _cpu(create) -> bool:
+  result, _ = await _run(create, 'while :; do :; done', cpu_s=1)
   return result.returncode != 0 and not result.timed_out
 
 
-async def _memory(backend, host) -> bool:
+async def _memory(create) -> bool:
   # tail stores all that it may have to print.
   hog = 'set -o pipefail; head -c 200M /dev/zero | tail -c 190M | wc -c'
-  result, _ = await _run(backend, host, hog, memory_bytes=64 * _MIB)
+  result, _ = await _run(create, hog, memory_bytes=64 * _MIB)
   return result.returncode != 0 and not result.timed_out
 
 
-async def _processes(backend, host) -> bool:
+async def _processes(create) -> bool:
   # Bash waits longer and longer after a failed fork; the first message is enough.
   many = (
     'exec 2> >(read line; echo "$line"; kill $$); for i in {1..24}; do sleep 5 & done'
   )
   # The root of a user namespace may have more.
   many = f"root='unshare -Ur'; $root true || root=; exec $root bash -c '{many}'"
-  result, _ = await _run(backend, host, many, processes=8)
+  result, _ = await _run(create, many, processes=8)
   return 'fork' in result.stdout
 
 
-async def _output(backend, host) -> bool:
-  result, _ = await _run(backend, host, 'printf %09000d 1', output_bytes=1000)
+async def _output(create) -> bool:
+  result, _ = await _run(create, 'printf %09000d 1', output_bytes=1000)
   return len(result.stdout) == 1000 and result.truncated
 
 
-async def _file(backend, host) -> bool:
+async def _file(create) -> bool:
   fill = 'head -c 2M /dev/zero > a'
-  _, size = await _run(backend, host, fill, file_bytes=_MIB)
+  _, size = await _run(create, fill, file_bytes=_MIB)
   return size <= _MIB
 
 
-async def _workspace(backend, host) -> bool:
+async def _workspace(create) -> bool:
   fill = 'for i in 1 2 3; do head -c 1M /dev/zero > $i; done'
-  _, size = await _run(backend, host, fill, workspace_bytes=_MIB)
+  _, size = await _run(create, fill, workspace_bytes=_MIB)
   return size <= _MIB
 
 
-async def _wall(backend, host) -> bool:
-  result, _ = await _run(backend, host, 'sleep 5', 0.2)
+async def _wall(create) -> bool:
+  result, _ = await _run(create, 'sleep 5', 0.2)
   return result.timed_out and result.wall_s < 4.0
 
 
+_CONTAINERS = {
+  'cpu_s': 'rlimit, each process',
+  'memory_bytes': 'cgroup, all processes together',
+  'processes': 'cgroup',
+  'output_bytes': 'truncated while it is read',
+  'file_bytes': 'rlimit',
+  'workspace_bytes': None,
+  'wall_s': 'all processes killed',
+}
+_OWN = ('system directories', 'process 1')
+_CONTAINER_NOTE = (
+  'containers write to the disk of this machine: file_bytes limits each file, nothing '
+  'all of them together'
+)
 _TRIALS = {
   'cpu_s': _cpu,
   'memory_bytes': _memory,

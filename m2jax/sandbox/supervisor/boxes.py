@@ -174,7 +174,11 @@ class Machine:
     """Listens on a loopback port of the sandbox's network."""
     if not self.isolated:
       raise OSError('the sandbox has no network of its own')
-    return linux.listen_in(box.init, port)
+    network = os.open(f'/proc/{box.init}/ns/net', os.O_RDONLY | os.O_CLOEXEC)
+    try:
+      return linux.listen_in(network, port)
+    finally:
+      os.close(network)
 
   def stage(self, box: Box) -> str:
     """Creates an empty workspace next to the current one. Returns its directory."""

@@ -265,20 +265,29 @@ class Filter:
     _check(result, 'load the filter of system calls')
 
 
-def listen_in(process: int, port: int) -> socket.socket:
-  """Listens on a loopback port of the network of a process; enters it.
+def listen_in(network: int, port: int) -> socket.socket:
+  """Listens on a loopback port of a network namespace; enters it.
 
   A socket belongs to the namespace that it was made in, also in another process.
+
+  Args:
+    network: open descriptor of the namespace.
+    port: port of 127.0.0.1.
 
   Raises:
     OSError: the port is in use.
   """
-  network = os.open(f'/proc/{process}/ns/net', os.O_RDONLY | os.O_CLOEXEC)
-  try:
-    _check(_libc.setns(network, _CLONE_NEWNET), 'enter the network namespace')
-  finally:
-    os.close(network)
+  _check(_libc.setns(network, _CLONE_NEWNET), 'enter the network namespace')
   return socket.create_server(('127.0.0.1', port))
+
+
+def enter_processes(namespace: int) -> None:
+  """The next fork of this process is in a process namespace.
+
+  Raises:
+    OSError: not allowed here.
+  """
+  _check(_libc.setns(namespace, _CLONE_NEWPID), 'enter the process namespace')
 
 
 def adopt_orphans() -> None:
