@@ -140,6 +140,7 @@ async def opened(
     read_only=read_only,
   )
   env = {**service.env, **run.env(machine.env, 'environment.env')}
+  run.env(settings.verifier_env, 'verifier.env')  # fails now rather than at the end
   async with await _created(run, container, machine, env, run.agent_s) as box:
     found = (await box.exec(f'pwd; {_USER}', _START_S)).stdout.split('\n')
     if len(found) < 2:
@@ -326,6 +327,7 @@ async def _where(run: Run, environment) -> AsyncIterator[tuple[Any, bool]]:
   if run.job.verifier == 'live':
     yield box, False
     return
+  await _check_alive(box)
   service = run.directory.service(_variables(run, machine))
   network = service.network or settings.verifier_network or machine.network
   container = containers_lib.Container(
@@ -337,8 +339,17 @@ async def _where(run: Run, environment) -> AsyncIterator[tuple[Any, bool]]:
   )
   limits = _limits(run, machine, settings.verifier_s)
   async with box.fork(container, limits) as new:
-    await _started(new, machine, service.command)
+    with contextlib.suppress(SetupFailed):  # by what the agent left: for test.sh
+      await _started(new, machine, service.command)
     yield new, False
+
+
+async def _check_alive(box) -> None:
+  """Raises _Rejected if what ran at the start runs in the container no longer."""
+  with _time(box, _START_S):
+    done = await box.exec(_MAKE_LOGS, _START_S, user='0', workdir='/')
+  if done.returncode in (126, 127, 137):
+    raise _Rejected('commands no longer run in the container of the agent')
 
 
 @contextlib.asynccontextmanager
