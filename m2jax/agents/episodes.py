@@ -45,7 +45,8 @@ class EpisodeConfig:
 
   Attributes:
     agent: settings of the agent.
-    backend: backend of the sandbox, one of `sandbox.api.BACKENDS`.
+    backend: backend of the sandbox, one of `sandbox.api.BACKENDS`; or, for tasks in
+      containers, 'podman', 'docker' or 'harbor:NAME'.
     limits: limits of the sandbox.
     concurrency: maximum concurrent episodes, separately for training and evaluation.
     evaluation_deadline_s: time limit of an evaluation as a whole; episodes that have
@@ -197,11 +198,9 @@ class Runner:
       opened = agents.open_task(agent, task, config.backend, config.limits)
       async with opened as environment:
         episode = await agent.prepare(task, environment, endpoint)
-        try:
-          await agent.run(episode)
-        finally:
-          outcome = await agent.finish(episode)
+        outcome = await agents.run_within(agent, task, episode)
         success = await self._verdict(agent, task, environment, outcome)
+        outcome.error = outcome.error or '\n'.join(environment.notes)
     except (sandbox.SandboxError, OSError) as error:
       logging.warning('episode of %s: %r', task.spec, error)
       outcome = agents.Outcome(end_reason='infrastructure', error=repr(error))

@@ -76,9 +76,10 @@ async def create(
     raise ValueError(f'backend={backend!r} {needs}')
   if image is not None:
     container = containers.Container(image) if isinstance(image, str) else image
-    options = dict(limits=limits, env=env, host=host)
-    sandbox = await containers.create(container, engine=backend, **options)
-    return await _filled(sandbox, workspace, contents)
+    box = await containers.create(
+      container, engine=backend, limits=limits, env=env, host=host
+    )
+    return await _filled(box, workspace, contents)
   limits = limits or api.Limits()
   host = host or api.Host(read_only=api.default_python())
   supervisor = await _supervisor(backend, host)

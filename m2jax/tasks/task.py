@@ -57,6 +57,8 @@ class Environment:
       a message of the model's, returns what follows it (results of its calls, messages
       of the user). None: the episode is over, and that message is its answer. No agent
       that is a command can use it.
+    notes: what `Task.verify` adds for a reader of the trajectory: why the verdict is
+      not 1, and what the verifier printed. Agents do not see them.
   """
 
   execute: Execute
@@ -67,6 +69,7 @@ class Environment:
   instruction: str | None = None
   tools: Sequence[Mapping[str, Any]] | None = None
   respond: Respond | None = None
+  notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class Task(Protocol):
@@ -81,6 +84,9 @@ class Task(Protocol):
     max_tool_calls: maximum tool calls of an episode.
     baseline_calls: tool calls that a correct solution needs; results are reported by
       it.
+
+  A task may also have `wall_s`, the elapsed time of an episode in seconds; None and no
+  such attribute: not limited by the task.
   """
 
   spec: str
