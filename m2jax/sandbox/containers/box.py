@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import re
@@ -29,7 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from m2jax.sandbox import api, archive, files
-from m2jax.sandbox.containers import enforcement, engines, owners
+from m2jax.sandbox.containers import enforcement, engines, owners, snapshots
 
 _INSIDE = Path(__file__).with_name('inside.py')
 _ARCHIVE_OVERHEAD_BYTES = 64 << 20  # headers, long names
@@ -249,7 +250,7 @@ class ContainerSandbox:
   async def _attempt(self, command, wall_s, user, place, options, stop) -> _Ran:
     word = secrets.token_hex(16)
     kills = self._live.group.oom_kills()
-    process = await engines.start(
+    process = engines.start(
       self._engine,
       'exec',
       *options,
@@ -259,13 +260,8 @@ class ContainerSandbox:
     )
     limit = self.limits.output_bytes
     outputs = _Output(limit), _Output(limit, word.encode())
-    reading = asyncio.ensure_future(
-      asyncio.gather(
-        _drain(process.stdout, outputs[0], stop),
-        _drain(process.stderr, outputs[1], stop),
-        process.wait(),
-      )
-    )
+    sinks = (functools.partial(self._take, output, stop) for output in outputs)
+    reading = asyncio.ensure_future(process.communicate(*sinks))
     ended_by, began = '', None
     # The engine takes a while to start the command, which is not the command's time.
     begun = asyncio.ensure_future(outputs[1].begun.wait())
@@ -283,16 +279,18 @@ class ContainerSandbox:
       with contextlib.suppress(api.SandboxError):
         await self._kill()
       await asyncio.wait((reading,), timeout=_HELPER_S)
-      if not reading.done():
-        with contextlib.suppress(ProcessLookupError):
-          process.kill()
+      process.kill()  # if it has not ended
     elif stop.done():
       ended_by = stop.result()  # too much output, by a command that then ended
-    await reading
+    code = await reading
     if ended_by == 'engine':
       raise api.SandboxError(f'{self._engine} exec: no start in {engines.START_S:g} s')
     oom = self._live.group.oom_kills() > kills
-    return _Ran(process.returncode, *outputs, ended_by, wall, oom)
+    return _Ran(code, *outputs, ended_by, wall, oom)
+
+  def _take(self, output: _Output, stop: asyncio.Future, block: bytes) -> None:
+    if output.add(block) > _FLOOD * self.limits.output_bytes:
+      _set(stop, 'output')
 
   async def _result(self, ran: _Ran) -> api.ExecResult:
     codes = {'wall': 124, 'output': 137, 'cancelled': 137}
@@ -521,7 +519,8 @@ class ContainerSandbox:
   async def commit(self) -> str:
     """Returns the name of a new image: the container's files, without mounts.
 
-    It is removed when this process ends, or by `discard`.
+    Kill its processes first, or files may be from different times. The image is
+    removed when this process ends, or by `discard`.
 
     Raises:
       SandboxError: the engine failed.
@@ -531,8 +530,7 @@ class ContainerSandbox:
   async def _commit(self) -> str:
     image = f'{owners.SNAPSHOTS}:{owners.new_name()}'
     owners.keep(self._engine, 'rmi', image)
-    command = 'commit', '--pause=true', self._live.name, image
-    await engines.checked(self._engine, *command, timeout_s=10 * engines.START_S)
+    await snapshots.commit(self._engine, self._live.name, image)
     return image
 
   async def discard(self, image: str) -> None:
@@ -701,17 +699,14 @@ async def _removed(engine: str, name: str) -> None:
 
 async def _inside(command: str, *arguments: int, keep: int = -1) -> str:
   """Runs `inside`; returns why it failed, or ''."""
-  process = await asyncio.create_subprocess_exec(
-    *(sys.executable, '-I', '-S', str(_INSIDE), command, *map(str, arguments)),
-    pass_fds=[fd for fd in (arguments[0], keep) if fd >= 0],
-    stdin=asyncio.subprocess.DEVNULL,
-    stdout=asyncio.subprocess.DEVNULL,
-    stderr=asyncio.subprocess.PIPE,
+  words = []
+  process = engines.Process(
+    (sys.executable, '-I', '-S', str(_INSIDE), command, *map(str, arguments)),
     env={},
-    start_new_session=True,
+    keep=[fd for fd in (arguments[0], keep) if fd >= 0],
   )
-  _, words = await process.communicate()
-  return words.decode(errors='replace').strip()[-400:] if process.returncode else ''
+  code = await process.communicate(lambda _: None, words.append)
+  return b''.join(words).decode(errors='replace').strip()[-400:] if code else ''
 
 
 # Output -------------------------------------------------------------------------------
@@ -782,12 +777,6 @@ class _Output:
   def preface(self) -> str:
     """What the engine wrote before the command started."""
     return self._preface.decode(errors='replace')
-
-
-async def _drain(stream, output: _Output, stop: asyncio.Future) -> None:
-  while block := await stream.read(1 << 16):
-    if output.add(block) > _FLOOD * output._limit:
-      _set(stop, 'output')
 
 
 def _set(future: asyncio.Future, value: str) -> None:

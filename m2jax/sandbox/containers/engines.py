@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from m2jax.sandbox import api, temporary
@@ -87,36 +88,88 @@ def unavailable(engine: str) -> str:
   return f'{engine} info: {words}: {fix}'
 
 
-async def start(engine: str, *arguments: str) -> asyncio.subprocess.Process:
-  """Starts a command of the engine; its output goes to pipes."""
-  return await asyncio.create_subprocess_exec(
-    engine,
-    *arguments,
-    env=environment(),
-    stdin=asyncio.subprocess.DEVNULL,
-    stdout=asyncio.subprocess.PIPE,
-    stderr=asyncio.subprocess.PIPE,
-    start_new_session=True,  # an interrupt of the job is for the job
-  )
+class Process:
+  """A program that runs, in a session of its own; its output goes to pipes.
+
+  asyncio's own may wait for ever if it is cancelled while the program starts.
+  """
+
+  def __init__(self, command: Sequence[str], env: Mapping[str, str], keep=()):
+    self._popen = subprocess.Popen(
+      command,
+      env=env,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      pass_fds=keep,
+      start_new_session=True,  # an interrupt of the job is for the job
+    )
+
+  async def communicate(self, *sinks: Callable[[bytes], object]) -> int:
+    """Passes stdout and stderr to two functions; returns the status at their end.
+
+    Kills the program if it is cancelled.
+    """
+    pipes = self._popen.stdout, self._popen.stderr
+    try:
+      streams = [await _reader(pipe) for pipe in pipes]
+      await asyncio.gather(*map(_pass_on, streams, sinks))
+      return await asyncio.to_thread(self._popen.wait)  # it has closed its output
+    except BaseException:
+      self.kill()
+      raise
+    finally:
+      for pipe in pipes:
+        pipe.close()
+
+  def kill(self) -> None:
+    """Kills the program and what it has started in its session."""
+    if self._popen.poll() is None:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self._popen.pid, signal.SIGKILL)
+
+
+async def _reader(pipe) -> asyncio.StreamReader:
+  stream = asyncio.StreamReader()
+  loop = asyncio.get_running_loop()
+  protocol = asyncio.StreamReaderProtocol(stream)
+  await loop.connect_read_pipe(lambda: protocol, pipe)
+  return stream
+
+
+async def _pass_on(stream: asyncio.StreamReader, sink) -> None:
+  while block := await stream.read(1 << 16):
+    sink(block)
+
+
+def start(engine: str, *arguments: str) -> Process:
+  """Starts a command of the engine."""
+  return Process((engine, *arguments), environment())
 
 
 async def run(engine: str, *arguments: str, timeout_s: float = START_S) -> Done:
   """Runs a command of the engine to its end; keeps the last bytes of its output."""
-  process = await start(engine, *arguments)
-  output = [_end(process.stdout), _end(process.stderr)]
-  reading = asyncio.gather(*output, process.wait())
-  late = False
+  kept = _Tail(), _Tail()
+  late, code = False, -1
   try:
     async with asyncio.timeout(timeout_s):
-      await asyncio.shield(reading)
+      code = await start(engine, *arguments).communicate(*(k.add for k in kept))
   except TimeoutError:
     late = True
-  finally:
-    if not reading.done():
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-  stdout, stderr, code = await reading
-  return Done(code, stdout, stderr, late)
+  return Done(code, *(k.text() for k in kept), late)
+
+
+class _Tail:
+  """The last bytes of a stream."""
+
+  def __init__(self):
+    self._kept = b''
+
+  def add(self, block: bytes) -> None:
+    self._kept = (self._kept + block)[-_OUTPUT_BYTES:]
+
+  def text(self) -> str:
+    return self._kept.decode(errors='replace')
 
 
 async def checked(engine: str, *arguments: str, timeout_s: float = START_S) -> str:
@@ -130,10 +183,3 @@ async def checked(engine: str, *arguments: str, timeout_s: float = START_S) -> s
     why = f'no end in {timeout_s:g} s' if done.late else done.stderr.strip()[-400:]
     raise api.SandboxError(f'{engine} {arguments[0]}: {why}')
   return done.stdout.strip()
-
-
-async def _end(stream: asyncio.StreamReader) -> str:
-  kept = b''
-  while block := await stream.read(1 << 16):
-    kept = (kept + block)[-_OUTPUT_BYTES:]
-  return kept.decode(errors='replace')
