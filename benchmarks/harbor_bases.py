@@ -35,8 +35,19 @@ _PACKAGES = (
   'asciinema ca-certificates curl git openssl procps python3 python3-pip python3-venv '
   'sqlite3 tmux unzip xz-utils'
 ).split()
-_WHEELS = 'uv', 'pytest==8.4.1', 'pytest-json-ctrf==0.3.5'
+# uv resolves for all systems and versions of Python, and so asks for the last four.
+_WHEELS = (
+  'uv pytest==8.4.1 pytest-json-ctrf==0.3.5 colorama exceptiongroup tomli '
+  'typing-extensions'
+).split()
 _CERTIFICATES = 'etc/ssl/certs/ca-certificates.crt'
+# Each container gets a copy of the files, with owners of its own.
+_REMOVED = (
+  'var/cache/apt/archives',
+  'var/lib/apt/lists',
+  'usr/share/doc',
+  'usr/share/man',
+)
 # Of this machine, so that builds reach the same packages.
 _SETTINGS = 'etc/apt/sources.list.d/debian.sources', _CERTIFICATES
 _REPLACED = re.compile(
@@ -90,7 +101,8 @@ def build() -> str:
     (root / 'etc/pip.conf').write_text('\n'.join(settings) + '\n')
     for name in ('hostname', 'resolv.conf'):
       (root / 'etc' / name).unlink(missing_ok=True)
-    shutil.rmtree(root / 'var/cache/apt/archives')
+    for name in _REMOVED:
+      shutil.rmtree(root / name)
     wheel = [sys.executable, '-m', 'pip', 'download', '--quiet', '-d', str(wheels)]
     wheel += ['--only-binary=:all:', '--python-version=3.11', '--implementation=cp']
     _run([*wheel, *_WHEELS])

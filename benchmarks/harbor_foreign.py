@@ -95,7 +95,8 @@ shutil.move(compiled[0], out / 'exec')
 solve(out / 'exec', 'answer.json', {})
 
 task = out / 'adapter'
-shutil.copytree(pathlib.Path(harbor.__file__).parent / 'cli/template-adapter/task-template', task)
+package = pathlib.Path(harbor.__file__).parent
+shutil.copytree(package / 'cli/template-adapter/task-template', task)
 for name, changes in {
   'instruction.md': {'{{PROBLEM_STATEMENT}}': (greet / 'instruction.md').read_text()},
   'task.toml': {'TODO_ORG/{{ADAPTER_ID}}__{task_id}': 'm2jax/adapter__1'},
@@ -156,8 +157,9 @@ class Handler(DatasetHandler):
 class Mapper(harborforge.DataMapper):
   def iter_tasks(self):
     handler = Handler(pathlib.Path(sys.argv[2]))
-    for name, data in list(read_problems().items())[:int(sys.argv[3])]:
-      yield 'm2jax/' + name.replace('/', '-'), name.replace('/', '-').lower(), handler, data
+    for task, data in list(read_problems().items())[:int(sys.argv[3])]:
+      name = task.replace('/', '-').lower()
+      yield 'm2jax/' + name, name, handler, data
 
 Mapper().map(out)
 """

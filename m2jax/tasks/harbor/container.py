@@ -224,7 +224,9 @@ async def _started(box, machine: standard.Machine, command: str) -> None:
   names = ' '.join(f'/logs/{name}' for name in ('agent', 'verifier', 'artifacts'))
   await _done(box, f'mkdir -p {names} && chmod 777 {names}')
   if command:
-    await box.exec(f'{{ {command}\n}} >/logs/agent/service.txt 2>&1 </dev/null &', _START_S)
+    await box.exec(
+      f'{{ {command}\n}} >/logs/agent/service.txt 2>&1 </dev/null &', _START_S
+    )
   if machine.healthcheck is not None:
     await _healthy(box, machine.healthcheck)
 
@@ -392,7 +394,9 @@ async def _tested(run: Run, box, bundled: bool) -> verifier.Verdict:
   settings = run.settings
   await _done(box, '[ ! -h /logs ] || rm /logs')
   await _done(box, f'rm -rf {_LOGS}; mkdir -p {_LOGS} && chmod 777 {_LOGS}')
-  if not bundled:
+  if bundled:
+    await _done(box, 'chmod +x /tests/test.sh')  # Harbor's own template needs it
+  else:
     await _laid_out(run, box, 'tests', 'test.sh')
   with _time(box, settings.verifier_s):
     done = await box.exec(

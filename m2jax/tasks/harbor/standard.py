@@ -42,7 +42,8 @@ class Containers:
     network: the most that a container gets, 'none' or 'public'.
     build_network: what an image is built with: 'none', 'public', or 'host', which also
       reaches what listens on this machine alone.
-    replace: base image in a Dockerfile -> the image to use instead.
+    replace: base image in a Dockerfile -> the image to use instead; in a config, whose
+      keys have no dots, texts NAME=IMAGE.
     variables: names of environment variables of this process that a task may read by
       `${NAME}`; no other is visible to any task.
     image_bytes: bound on the built images that are cached.
@@ -53,13 +54,16 @@ class Containers:
   engine: str = 'podman'
   network: str = 'none'
   build_network: str = 'none'
-  replace: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  replace: Mapping[str, str] | tuple[str, ...] = ()
   variables: tuple[str, ...] = ()
   image_bytes: int = 20 << 30
   verifier: str = 'fresh'
 
   def __post_init__(self):
     object.__setattr__(self, 'variables', tuple(self.variables))
+    if not isinstance(self.replace, Mapping):
+      pairs = [str(text).partition('=')[::2] for text in self.replace]
+      object.__setattr__(self, 'replace', dict(pairs))
     require(self, self.engine in ENGINES, 'engine', f'one of {ENGINES}')
     require(self, self.network in NETWORKS, 'network', f'one of {NETWORKS}')
     builds = (*NETWORKS, 'host')
@@ -67,7 +71,7 @@ class Containers:
     names = all(isinstance(n, str) and _VARIABLE.fullmatch(n) for n in self.variables)
     require(self, names, 'variables', 'names of environment variables')
     texts = all(isinstance(t, str) and t for i in self.replace.items() for t in i)
-    require(self, texts, 'replace', 'names of images')
+    require(self, texts, 'replace', 'NAME=IMAGE, names of images')
     require(self, self.image_bytes > 0, 'image_bytes', 'positive')
     ways = ('fresh', 'live')
     require(self, self.verifier in ways, 'verifier', f'one of {ways}')
