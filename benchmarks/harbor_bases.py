@@ -6,7 +6,7 @@ r"""Builds a base image from Debian's and Python's packages, where no registry i
 The image is Debian 12 with Python 3.11, pip, uv, git, curl, tmux, asciinema, openssl
 and sqlite3, this machine's certificates, and its settings of apt and pip. Prints which
 base image of the dataset's Dockerfiles and task.toml files it can take the place of, as
-the JSON of `tasks.containers.replace`, and which it cannot. What it changes: the
+the flag of `experiments.tasks`, and which it cannot. What it changes: the
 distribution and the versions of everything in it, so that a task that needs Ubuntu or
 Python 3.13 may fail where its own image works.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import pathlib
 import re
 import shutil
@@ -162,6 +161,11 @@ def replacements(names) -> dict[str, str]:
   return {name: IMAGE for name in names if _REPLACED.fullmatch(name)}
 
 
+def flag(names: dict[str, str]) -> tuple[str, ...]:
+  """Replacements as a config has them, `tasks.containers.replace`."""
+  return tuple(f'{name}={image}' for name, image in names.items())
+
+
 def main(argv=None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--dataset', type=pathlib.Path, nargs='*', default=[])
@@ -182,7 +186,8 @@ def main(argv=None) -> int:
   for name, count in counts.most_common():
     what = f'replaced by {image}' if name in known else 'not replaced: needs a registry'
     print(f'  {name} ({count} files): {what}')
-  print(json.dumps(known))
+  if known:
+    print(f'--config.tasks.containers.replace="{flag(known)}"')
   return 0
 
 

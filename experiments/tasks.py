@@ -45,7 +45,7 @@ TASK = flags.DEFINE_list('task', None, 'Only these: names of their directories.'
 COUNT = flags.DEFINE_integer('count', 100, 'Most tasks that `list` prints.', 1)
 JOBS = flags.DEFINE_integer('jobs', 1, 'Tasks that `check` runs at a time.', 1)
 _CONFIG = 'configs/tasks.py'
-_OK = 'ok'
+OK = 'ok'
 _REASON_CHARS = 400
 
 
@@ -79,26 +79,31 @@ def main():
   values['tasks']['dataset'] = DATASET.value
   config = common.build(harbor.Config, values['tasks'], 'config.tasks')
   limits = common.build(sandbox.Limits, values['limits'], 'config.limits')
-  found = list(_found(config))
-  if not found:
+  present = list(found(config))
+  if not present:
     raise common.BadInput(
       f'{DATASET.value}: no task: a task is a folder with task.toml'
     )
-  names = {task.path.name for task in found}
+  names = {task.path.name for task in present}
   if unknown := [name for name in TASK.value or () if name not in names]:
     raise common.BadInput(f'--task={unknown[0]}: not in {DATASET.value}')
-  chosen = [t for t in found if t.path.name in (TASK.value or names)]
+  chosen = [t for t in present if t.path.name in (TASK.value or names)]
   if VERB.value == 'list':
     _list(chosen)
   elif VERB.value == 'check':
-    sys.exit(_check(config, limits, chosen))
+    path = common.workdir() / 'check.jsonl'
+    if common.FRESH.value:
+      path.unlink(missing_ok=True)
+    causes = check(config, limits, chosen, path, JOBS.value)
+    print(f'written to {path}')
+    sys.exit(int(causes.total() != causes[OK]))
   else:
     if len(chosen) != 1:
       raise common.BadInput('--task: give the name of the one task to try')
     asyncio.run(_try(config, limits, chosen[0]))
 
 
-def _found(config: harbor.Config) -> Iterator[Found]:
+def found(config: harbor.Config) -> Iterator[Found]:
   """Every task of the dataset, once."""
   seen = set()
   for split in harbor.SPLITS:
@@ -165,20 +170,33 @@ def _table(*names: str) -> rich.table.Table:
 # check ------------------------------------------------------------------------------
 
 
-def _check(config: harbor.Config, limits: sandbox.Limits, found: list[Found]) -> int:
-  """Checks what has not passed yet; returns the exit status."""
-  path = common.workdir() / 'check.jsonl'
-  if common.FRESH.value:
-    path.unlink(missing_ok=True)
+def check(
+  config: harbor.Config,
+  limits: sandbox.Limits,
+  chosen: list[Found],
+  path: Path,
+  jobs: int,
+) -> collections.Counter[str]:
+  """Checks what has not passed yet, and prints it; returns the tasks of each cause.
+
+  Args:
+    config, limits: settings of the tasks and of their containers.
+    chosen: the tasks.
+    path: JSON lines of what was checked.
+    jobs: tasks at a time.
+
+  Raises:
+    SandboxUnavailable: nothing can run here.
+  """
   log = records.Records(path)
-  passed = {row['key'] for row in log.rows if row['cause'] == _OK}
-  keys = {task.path: _key(config, limits, task) for task in found}
-  left = collections.deque(t for t in found if keys[t.path] not in passed)
-  for name, other in sorted(config.containers.replace.items()):
+  passed = {row['key'] for row in log.rows if row['cause'] == OK}
+  keys = {task.path: _key(config, limits, task) for task in chosen}
+  left = collections.deque(t for t in chosen if keys[t.path] not in passed)
+  for name, other in config.containers.replaced.items():
     print(f'{name} is replaced by {other}')
-  if done := len(found) - len(left):
+  if done := len(chosen) - len(left):
     print(f'{done} have passed before, with the same files and settings')
-  causes: collections.Counter[str] = collections.Counter({_OK: done} if done else {})
+  causes: collections.Counter[str] = collections.Counter({OK: done} if done else {})
   with console.progress() as bar:
     line = bar.add_task('tasks', total=len(left))
 
@@ -194,7 +212,7 @@ def _check(config: harbor.Config, limits: sandbox.Limits, found: list[Found]) ->
     async def run() -> None:
       try:
         async with asyncio.TaskGroup() as group:
-          for _ in range(JOBS.value):
+          for _ in range(jobs):
             group.create_task(work())
       finally:
         await sandbox.shutdown()
@@ -209,8 +227,7 @@ def _check(config: harbor.Config, limits: sandbox.Limits, found: list[Found]) ->
   for cause, count in causes.most_common():
     table.add_row(cause, str(count))
   console.Console().print(table)
-  print(f'written to {path}')
-  return int(causes.total() != causes[_OK])
+  return causes
 
 
 def _line(name: str, row: Mapping[str, Any]) -> str:
@@ -243,7 +260,7 @@ async def _checked(config, limits, task: Found) -> dict[str, Any]:
     return row
   for what in ('solution', 'nothing'):
     try:
-      row[what], reason = await _attempt(config, limits, task, what == 'solution')
+      row[what], reason = await attempt(config, limits, task, what == 'solution')
     except sandbox.SandboxUnavailable:
       raise
     except harbor.BadTask as error:
@@ -256,7 +273,7 @@ async def _checked(config, limits, task: Found) -> dict[str, Any]:
     if (what == 'solution') != (row[what] == 1):
       cause = 'solution fails' if what == 'solution' else 'nothing passes'
       return {**row, 'cause': cause, 'reason': reason}
-  return {**row, 'cause': _OK}
+  return {**row, 'cause': OK}
 
 
 def _cause(error: Exception) -> str:
@@ -265,7 +282,7 @@ def _cause(error: Exception) -> str:
   return 'not set up' if isinstance(error, harbor.SetupFailed) else 'engine failed'
 
 
-async def _attempt(
+async def attempt(
   config: harbor.Config, limits: sandbox.Limits, task: Found, solve: bool
 ) -> tuple[float | None, str]:
   """A reward, None if it is not judged, and why it is not 1."""

@@ -42,8 +42,8 @@ class Containers:
     network: the most that a container gets, 'none' or 'public'.
     build_network: what an image is built with: 'none', 'public', or 'host', which also
       reaches what listens on this machine alone.
-    replace: base image in a Dockerfile -> the image to use instead; in a config, whose
-      keys have no dots, texts NAME=IMAGE.
+    replace: NAME=IMAGE: base image in a Dockerfile, the image to use instead. Texts,
+      since keys of a config have no dots; a mapping serves as well.
     variables: names of environment variables of this process that a task may read by
       `${NAME}`; no other is visible to any task.
     image_bytes: bound on the built images that are cached.
@@ -54,27 +54,33 @@ class Containers:
   engine: str = 'podman'
   network: str = 'none'
   build_network: str = 'none'
-  replace: Mapping[str, str] | tuple[str, ...] = ()
+  replace: tuple[str, ...] | Mapping[str, str] = ()
   variables: tuple[str, ...] = ()
   image_bytes: int = 20 << 30
   verifier: str = 'fresh'
 
   def __post_init__(self):
     object.__setattr__(self, 'variables', tuple(self.variables))
-    if not isinstance(self.replace, Mapping):
-      pairs = [str(text).partition('=')[::2] for text in self.replace]
-      object.__setattr__(self, 'replace', dict(pairs))
+    texts = self.replace
+    if isinstance(texts, Mapping):
+      texts = [f'{name}={image}' for name, image in texts.items()]
+    object.__setattr__(self, 'replace', tuple(texts))
     require(self, self.engine in ENGINES, 'engine', f'one of {ENGINES}')
     require(self, self.network in NETWORKS, 'network', f'one of {NETWORKS}')
     builds = (*NETWORKS, 'host')
     require(self, self.build_network in builds, 'build_network', f'one of {builds}')
     names = all(isinstance(n, str) and _VARIABLE.fullmatch(n) for n in self.variables)
     require(self, names, 'variables', 'names of environment variables')
-    texts = all(isinstance(t, str) and t for i in self.replace.items() for t in i)
-    require(self, texts, 'replace', 'NAME=IMAGE, names of images')
+    pairs = all(isinstance(t, str) and all(t.partition('=')) for t in self.replace)
+    require(self, pairs, 'replace', 'NAME=IMAGE, names of images')
     require(self, self.image_bytes > 0, 'image_bytes', 'positive')
     ways = ('fresh', 'live')
     require(self, self.verifier in ways, 'verifier', f'one of {ways}')
+
+  @property
+  def replaced(self) -> dict[str, str]:
+    """`replace` as a mapping."""
+    return dict(text.partition('=')[::2] for text in self.replace)
 
 
 DEFAULT = Containers()
