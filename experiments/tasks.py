@@ -244,8 +244,11 @@ def _key(config: harbor.Config, limits: sandbox.Limits, task: Found) -> str:
   settings = config.changes(), json.dumps(dataclasses.asdict(limits))
   digest = hashlib.sha256(repr((task.path.name, task.reason, settings)).encode())
   if task.directory is not None:
-    for path, data in sorted(task.directory.files('').items()):
-      digest.update(repr((path, hashlib.sha256(data).hexdigest())).encode())
+    for name in ('task.toml', 'instruction.md'):
+      digest.update((task.path / name).read_bytes())
+    for folder in ('environment/', 'tests/', 'solution/'):
+      for path, data in sorted(task.directory.files(folder).items()):
+        digest.update(repr((folder, path, hashlib.sha256(data).hexdigest())).encode())
   return digest.hexdigest()
 
 
