@@ -164,7 +164,8 @@ class Trajectory:
     end_reason: 'answer', 'max_turns', 'length' or 'context', or of a command
       'timeout', 'exit' or 'limit', which are judged; or 'infrastructure', which is
       masked from loss and baseline (law 5).
-    error: for 'infrastructure', what failed; for the ends of a command, the details.
+    error: for 'infrastructure', what failed; for the ends of a command, the details;
+      for an answer, what its verifier printed.
     success: the verifier's verdict in [0, 1].
     wall_s: wall-clock seconds of the episode, including tools.
     tool_calls: number of calls executed.

@@ -115,7 +115,8 @@ class Outcome:
     end_reason: 'answer', 'max_turns', 'length' or 'context'; of a command also
       'timeout', 'exit' (a status other than 0) or 'limit'; or 'infrastructure', which
       the model did not cause and which is masked from the loss (law 5).
-    error: for 'infrastructure', what failed; for the ends of a command, the details.
+    error: for 'infrastructure', what failed; for the ends of a command, the details;
+      for an answer, what its verifier printed (`Environment.notes`).
     answer: text of the last assistant message if `end_reason` is 'answer', else ''.
     messages: the whole chat as OpenAI dicts, for the report.
     tools: those that the agent offered the model, if it chooses them itself.

@@ -215,7 +215,11 @@ class Blackbox(Agent):
     given = {**ENVIRONMENT, **self._config.environment}
     variables = {name: text.format_map(values) for name, text in given.items()}
     variables['TASK'] = instruction
-    return ''.join(f'export {k}={shlex.quote(v)}\n' for k, v in variables.items())
+    lines = [f'export {k}={shlex.quote(v)}\n' for k, v in variables.items()]
+    if self.host is not None:  # a container has the PATH of its image
+      seen = ':'.join(f'{place}/bin' for _, place in self.host.read_only)
+      lines.insert(0, f'export PATH={shlex.quote(seen)}:"$PATH"\n')
+    return ''.join(lines)
 
   async def run(self, episode: _Episode) -> None:
     way, outcome = episode.relay, episode.outcome

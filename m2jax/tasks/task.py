@@ -50,6 +50,8 @@ class Environment:
       run those of one turn at the same time. All others run in order.
     turn_reward: called after each turn (a completion and its calls, or the answer):
       what it is paid, a finite number, beside the verdict. None: turns are not paid.
+    notes: what `Task.verify` adds for a reader of the trajectory: why the verdict is
+      not 1, and what the verifier printed. Agents do not see them.
   """
 
   execute: Execute
@@ -57,6 +59,7 @@ class Environment:
   box: sandbox.Sandbox | None = None
   independent: frozenset[str] = frozenset()
   turn_reward: Callable[[], Awaitable[float]] | None = None
+  notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class Task(Protocol):
@@ -71,6 +74,9 @@ class Task(Protocol):
     max_tool_calls: maximum tool calls of an episode.
     baseline_calls: tool calls that a correct solution needs; results are reported by
       it.
+
+  A task may also have `wall_s`, the elapsed time of an episode in seconds; None and no
+  such attribute: not limited by the task.
   """
 
   spec: str

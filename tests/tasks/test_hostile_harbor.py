@@ -95,7 +95,7 @@ def test_faults_of_a_task_toml_are_named(task, line):
 
 
 @pytest.mark.parametrize(
-  'toml', ['', 'metadata = 1', '[metadata]\nm2jax = 1', OURS[:30], 'x = ', '\xff']
+  'toml', ['metadata = 1', '[metadata]\nm2jax = 1', OURS[:30], 'x = ', '\xff']
 )
 def test_what_is_no_task_toml(task, toml):
   path = task()

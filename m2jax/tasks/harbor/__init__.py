@@ -1,12 +1,14 @@
 """Harbor task directories as tasks: `task` the kind, `directory` the format.
 
-`schema` checks task.toml, `verifier` judges, `teacher` demonstrates.
+`schema` checks task.toml of our own tasks, `verifier` judges them, `teacher`
+demonstrates. Those that other tools made are checked by `standard` and `service`, and
+run and judged by `container`.
 """
 
-from m2jax.tasks.harbor.directory import Directory, Draft, read, write
+from m2jax.tasks.harbor.directory import SPLITS, Directory, Draft, read, split_of, write
 from m2jax.tasks.harbor.schema import BadTask, Ceilings, Metadata
+from m2jax.tasks.harbor.standard import Containers
 from m2jax.tasks.harbor.task import (
-  SPLITS,
   Config,
   HarborTask,
   SetupFailed,
@@ -33,6 +35,7 @@ __all__ = [
   'BadTask',
   'Ceilings',
   'Config',
+  'Containers',
   'Directory',
   'Draft',
   'HarborTask',
@@ -47,5 +50,6 @@ __all__ = [
   'of_directory',
   'read',
   'spec',
+  'split_of',
   'write',
 ]

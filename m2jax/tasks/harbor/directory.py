@@ -11,11 +11,21 @@ what `write` writes (tests/tasks/test_harbor.py). The workspace at the start is
 `workspace.tar.gz` without `Metadata.remove`, and then the files of `overlay/`, on which
 setup.sh has run: modes, links and times. The Dockerfile does the same. The archive may
 be a hard link, shared by many tasks.
+
+A directory without `[metadata.m2jax]` is another tool's: the fields of task.toml are
+those of `standard`, environment/ is the context of a Dockerfile, or has a
+docker-compose.yaml (`service`), or an image is named, and `container` runs it.
+A dataset is one of
+
+    DATASET/tasks/{train,dev,held_out}/NAME/   the three splits
+    DATASET/NAME/, or DATASET/tasks/NAME/      split by a hash of the name (`split_of`)
+    DATASET/                                   one task, which is in every split
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import shutil
@@ -24,13 +34,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from m2jax.tasks.harbor import compose, schema
+from m2jax.tasks.harbor import compose, schema, standard
+from m2jax.tasks.harbor import service as service_lib
 from m2jax.tasks.harbor.schema import BadTask, Metadata
 
+SPLITS = ('train', 'dev', 'held_out')
+SHARES = {'train': 0.8, 'dev': 0.1, 'held_out': 0.1}
 ARCHIVE = 'workspace.tar.gz'
 OVERLAY = 'overlay'
 SETUP = 'setup.sh'
+COMPOSE = 'environment/docker-compose.yaml'
 MAX_BYTES = 256 << 20  # of all files of a task
+TOOL_CALLS = 200  # of an episode of a task that does not say
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_TOML_BYTES = 64 << 10  # a parser needs seconds for deeply dotted keys in more
 _NAME = re.compile('[!->A-~]+')  # a spec has separators, '?' and '@'
@@ -89,19 +104,39 @@ class Directory:
   Attributes:
     path: the directory's path.
     instruction: the text of instruction.md.
-    metadata: the content of task.toml.
+    metadata: `[metadata.m2jax]`; of another tool's task, what serves in its place.
     verifier_s: time limit of the verifier.
+    settings: task.toml of another tool's task; None: a pipeline of m2jax made it.
   """
 
   path: Path
   instruction: str
   metadata: Metadata
   verifier_s: float
+  settings: standard.Settings | None = None
 
   @property
   def dataset(self) -> Path:
-    """The dataset, of which this is `tasks/SPLIT/NAME`."""
-    return self.path.parents[2]
+    """The dataset that has the task."""
+    parts = self.path.parent.parts
+    split = len(parts) > 2 and parts[-2] == 'tasks' and parts[-1] in SPLITS
+    return self.path.parents[2] if split else self.path.parent
+
+  def service(self, variables: Mapping[str, str]) -> service_lib.Service:
+    """The container that docker-compose.yaml describes; see `service.parse`."""
+    data = _files(self.path, COMPOSE).get(COMPOSE)
+    if data is None:
+      return service_lib.Service()
+    with schema.named(self.path / COMPOSE):
+      return service_lib.parse(_text(self.path, COMPOSE, data), variables)
+
+  def files(self, folder: str) -> dict[str, bytes]:
+    """Files below a folder, such as 'environment/', by their paths in it."""
+    return self._below(folder)
+
+  def is_executable(self, path: str) -> bool:
+    """Whether a file of the task has a bit of execution."""
+    return bool((self.path / path).lstat().st_mode & 0o111)
 
   def archive(self) -> dict[str, bytes]:
     """Files of the archive, those that the agent does not see included."""
@@ -184,18 +219,107 @@ def read(path: Path, ceilings: schema.Ceilings = schema.CEILINGS) -> Directory:
     ceilings: the most that the task may ask for.
 
   Raises:
-    BadTask: something is missing or wrong; names it. So do the methods of the result.
+    BadTask: something is missing, wrong or not supported; names it. So do the methods
+      of the result.
   """
   if not _NAME.fullmatch(path.name):
     wrong = "must be printable ASCII without spaces, '?' and '@'"
     raise BadTask(f'{path.parent}: the name of a task is {path.name!a}: {wrong}')
-  needed = ('task.toml', 'instruction.md', 'tests/test.sh')
-  found = _files(path, *needed)
+  toml, test = 'task.toml', 'tests/test.sh'
+  needed = [toml, 'instruction.md', test]
+  builds = 'environment/Dockerfile', 'tests/Dockerfile', COMPOSE
+  found = _files(path, *needed, *builds)
+  _check_present(path, found, needed[:2])
+  text, instruction = (_text(path, name, found[name]) for name in needed[:2])
+  with schema.named(path / toml):
+    table = schema.load(text)
+    made = schema.is_made(table)
+    if made:
+      metadata, verifier_s = schema.parse(table, ceilings)
+    else:
+      settings = standard.parse(table, ceilings)
+  if made:
+    _check_present(path, found, needed)
+    return Directory(path, instruction, metadata, verifier_s)
+  metadata = Metadata(
+    'harbor', settings.family, max_tool_calls=min(TOOL_CALLS, ceilings.tool_calls)
+  )
+  task = Directory(path, instruction, metadata, settings.verifier_s, settings)
+  if not (
+    settings.separate and ('tests/Dockerfile' in found or settings.separate.image)
+  ):
+    _check_present(path, found, needed)
+  service = task.service({})
+  place = f'{service.context}/' if service.context else ''
+  if not (service.image or settings.machine.image):
+    _check_present(
+      path, _files(path, file := f'environment/{place}{service.dockerfile}'), [file]
+    )
+  return task
+
+
+def _check_present(path: Path, found: Mapping[str, bytes], needed) -> None:
   for name in needed:
     if name not in found:
       raise BadTask(f'{path}: no {name}')
-  toml, instruction = (_text(path, name, found[name]) for name in needed[:2])
-  return Directory(path, instruction, *schema.parse(toml, path / needed[0], ceilings))
+
+
+def split_of(name: str, shares: Mapping[str, float] = SHARES) -> str:
+  """The split of a task of a dataset without splits: by a hash of its name.
+
+  So it is the same on every machine, and stays when tasks are added.
+
+  Args:
+    name: the task's name.
+    shares: split -> relative share.
+
+  Example:
+    >>> split_of('hello-world')
+    'train'
+  """
+  place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], 'big') / 2**64
+  left = place * sum(shares.values())
+  for split in SPLITS:
+    left -= shares.get(split, 0.0)
+    if left < 0:
+      return split
+  return next(split for split in reversed(SPLITS) if shares.get(split))
+
+
+def paths(
+  dataset: Path, split: str, shares: Mapping[str, float] = SHARES
+) -> list[Path]:
+  """Directories of a split's tasks, sorted; see the module for a dataset's forms."""
+  if (dataset / 'task.toml').is_file():
+    return [dataset]
+  root, divided = _root(dataset)
+  if divided:
+    return _entries(root / split)
+  found = [path for path in _entries(root) if (path / 'task.toml').is_file()]
+  return [path for path in found if split_of(path.name, shares) == split]
+
+
+def locate(dataset: Path, split: str, name: str) -> Path:
+  """The directory of a task of a dataset."""
+  if (dataset / 'task.toml').is_file():
+    return dataset
+  root, divided = _root(dataset)
+  return root / split / name if divided else root / name
+
+
+def _root(dataset: Path) -> tuple[Path, bool]:
+  """Where tasks or splits are, and whether they are splits."""
+  tasks = dataset / 'tasks'
+  if any((tasks / split).is_dir() for split in SPLITS):
+    return tasks, True
+  has = tasks.is_dir() and not (tasks / 'task.toml').is_file()
+  return tasks if has else dataset, False
+
+
+def _entries(root: Path) -> list[Path]:
+  if not root.is_dir():
+    return []
+  return sorted(path for path in root.iterdir() if not path.name.startswith('.'))
 
 
 def _files(root: Path, *wanted: str) -> dict[str, bytes]:
@@ -232,7 +356,7 @@ def _files(root: Path, *wanted: str) -> dict[str, bytes]:
 
 
 def _text(root: Path, path: str, data: bytes) -> str:
-  most = _MAX_TOML_BYTES if path == 'task.toml' else _MAX_TEXT_BYTES
+  most = _MAX_TOML_BYTES if path in ('task.toml', COMPOSE) else _MAX_TEXT_BYTES
   try:
     if len(data) <= most:
       return data.decode()

@@ -1,16 +1,18 @@
-"""task.toml: its fields, their values, and the most that a task may ask for.
+"""task.toml of a task that a pipeline made, and the most that any task may ask for.
 
 A task directory may come from anywhere. Of Harbor's own fields, those below are checked
 and the others ignored; `[metadata.m2jax]` may have the fields of `Metadata` and no
-others. Every fault is a `BadTask` that names the file and the field.
+others. Without that table the task is another tool's (`standard`). Every fault is a
+`BadTask` that names the file and the field.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,11 @@ class Ceilings(sandbox.Limits):
 
   Attributes:
     cpu_s, memory_bytes, processes, output_bytes, file_bytes, workspace_bytes: limits of
-      the verifier's sandbox, as in `sandbox.Limits`.
+      the verifier's sandbox, as in `sandbox.Limits`; the memory also of a container.
     wall_s: elapsed time of the verifier.
     tool_calls: tool calls of an episode.
+    cpus, storage_bytes: processors and file system of a container.
+    build_s, agent_s: elapsed time of an image's build, and of an episode.
   """
 
   cpu_s: int = 3600
@@ -57,6 +61,10 @@ class Ceilings(sandbox.Limits):
   workspace_bytes: int = 1 << 30
   wall_s: float = 3600.0
   tool_calls: int = 1000
+  cpus: int = 8
+  storage_bytes: int = 16 << 30
+  build_s: int = 3600
+  agent_s: int = 14_400
 
 
 CEILINGS = Ceilings()
@@ -103,45 +111,57 @@ class Metadata:
   details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def parse(text: str, path: Path, ceilings: Ceilings) -> tuple[Metadata, float]:
-  """Reads a task.toml: its metadata, and the verifier's time limit in seconds.
-
-  Raises:
-    BadTask: a field is missing, unknown, of another type, out of range or above the
-      ceilings.
-  """
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+  """Errors of a file of a task, as BadTask with its path."""
   try:
-    table = tomllib.loads(text)
-    strict_json.check(table)  # finite, within 64 bits, of bounded depth
-    verifier_s = min(_VERIFIER_S, ceilings.wall_s)
-    for section, types in _STANDARD.items():
-      values = table.get(section, {})
-      check_type(values, 'Mapping[str, Any]', section)
-      for name in types.keys() & values.keys():
-        check_type(values[name], types[name], f'{section}.{name}')
-        if name == 'timeout_sec' and not values[name]:
-          raise ValueError(f'{section}.{name} is 0: must be above 0')
-    if (asked := table.get('verifier', {}).get('timeout_sec')) is not None:
-      _check_ceiling(asked, ceilings, 'wall_s', 'verifier.timeout_sec')
-      verifier_s = float(asked)
-    return _metadata(table, ceilings), verifier_s
+    yield
   except RecursionError:
     raise BadTask(f'{path}: nested too deep') from None
   except ValueError as error:
     raise BadTask(f'{path}: {error}') from error
 
 
-def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
-  where = 'metadata'
-  check_type(table.get(where, {}), 'Mapping[str, Any]', where)
-  ours = table.get(where, {}).get('m2jax')
+def load(text: str) -> dict[str, Any]:
+  """The table of a task.toml, finite, within 64 bits and of bounded depth.
+
+  Raises:
+    ValueError, RecursionError: it is none.
+  """
+  table = tomllib.loads(text)
+  strict_json.check(table)
+  return table
+
+
+def is_made(table: Mapping[str, Any]) -> bool:
+  """Whether a pipeline of m2jax made the task: it has [metadata.m2jax]."""
+  check_type(table.get('metadata', {}), 'Mapping[str, Any]', 'metadata')
+  return 'm2jax' in table.get('metadata', {})
+
+
+def parse(table: Mapping[str, Any], ceilings: Ceilings) -> tuple[Metadata, float]:
+  """Metadata, and the verifier's time limit in seconds, of a made task.
+
+  Raises:
+    ValueError: a field is missing, unknown, of another type, out of range or above the
+      ceilings.
+  """
+  verifier_s = min(_VERIFIER_S, ceilings.wall_s)
+  for section, types in _STANDARD.items():
+    values = table.get(section, {})
+    check_type(values, 'Mapping[str, Any]', section)
+    for name in types.keys() & values.keys():
+      check_type(values[name], types[name], f'{section}.{name}')
+      if name == 'timeout_sec' and not values[name]:
+        raise ValueError(f'{section}.{name} is 0: must be above 0')
+  if (asked := table.get('verifier', {}).get('timeout_sec')) is not None:
+    check_ceiling(asked, ceilings, 'wall_s', 'verifier.timeout_sec')
+    verifier_s = float(asked)
+  return _metadata(table['metadata']['m2jax'], ceilings), verifier_s
+
+
+def _metadata(ours: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
   where = 'metadata.m2jax'
-  if ours is None:
-    raise ValueError(
-      f'no [{where}], so no pipeline of m2jax made this task, and its verifier cannot '
-      'be kept apart from the agent here; run it with `harbor run`, or make tasks with '
-      '`python -m experiments.make_tasks`'
-    )
   check_type(ours, 'Mapping[str, Any]', where)
   check_fields(Metadata, ours, where)
   for name in ('pipeline', 'family'):
@@ -158,15 +178,15 @@ def _metadata(table: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
       raise ValueError(f'{where}.verifier_needs has no field {reprlib.repr(name)}')
     field = f'{where}.verifier_needs.{name}'
     check_type(value, 'int', field)
-    _check_ceiling(value, ceilings, name, field)
+    check_ceiling(value, ceilings, name, field)
   values = {k: tuple(v) if isinstance(v, list) else v for k, v in ours.items()}
   found = Metadata(**values)
   field = f'{where}.max_tool_calls'
-  _check_ceiling(found.max_tool_calls, ceilings, 'tool_calls', field)
+  check_ceiling(found.max_tool_calls, ceilings, 'tool_calls', field)
   return found
 
 
-def _check_ceiling(value: float, ceilings: Ceilings, name: str, field: str) -> None:
+def check_ceiling(value: float, ceilings: Ceilings, name: str, field: str) -> None:
   """Raises ValueError if a task asks for more than it may."""
   if value > (most := getattr(ceilings, name)):
     raise ValueError(
