@@ -163,7 +163,8 @@ def _build(build: Any, where: str) -> tuple[str, str]:
       raise ValueError(f'{where}.{reprlib.repr(name)}: not supported: remove it')
     if name in ('context', 'dockerfile'):
       check_type(value, 'str | None', f'{where}.{name}')
-  context = (build.get('context') or '.').removeprefix('./').rstrip('/')
+  context = (build.get('context') or '.').removeprefix('./')
+  context = context.rstrip('/') or '/'
   dockerfile = (build.get('dockerfile') or 'Dockerfile').removeprefix('./')
   context = '' if context == '.' else context
   for name, path in (('context', context), ('dockerfile', dockerfile)):
