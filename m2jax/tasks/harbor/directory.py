@@ -134,10 +134,6 @@ class Directory:
     """Files below a folder, such as 'environment/', by their paths in it."""
     return self._below(folder)
 
-  def is_executable(self, path: str) -> bool:
-    """Whether a file of the task has a bit of execution."""
-    return bool((self.path / path).lstat().st_mode & 0o111)
-
   def archive(self) -> dict[str, bytes]:
     """Files of the archive, those that the agent does not see included."""
     path = f'environment/{ARCHIVE}'
