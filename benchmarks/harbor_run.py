@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,8 @@ import tempfile
 from collections.abc import Iterator
 
 from benchmarks import harbor_check
+from m2jax.sandbox.containers import engines
 from m2jax.tasks import harbor
-from m2jax.tasks.harbor import podman
 
 _BASE = 'localhost/m2jax/harbor-base'
 _PROGRAMS = (
@@ -49,6 +50,29 @@ _NOT_COPIED = shutil.ignore_patterns(
 )
 _RUN_S = 900.0
 _NO_NETWORK = 'network_mode = "no-network"'
+
+_CONF = """\
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc={processes}:{processes}"]
+log_driver = "none"
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+"""
+
+
+@contextlib.contextmanager
+def settings() -> Iterator[dict[str, str]]:
+  """The environment of Harbor's podman: runc, and limits that this process may set.
+
+  crun fails under hybrid control groups, and the default limits need CAP_SYS_RESOURCE.
+  """
+  with tempfile.TemporaryDirectory() as place:
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    conf = pathlib.Path(place, 'containers.conf')
+    conf.write_text(_CONF.format(processes=4096 if most < 0 else min(most, 4096)))
+    yield {**os.environ, 'CONTAINERS_CONF': str(conf)}
 
 
 def base(environment: dict[str, str], sites: pathlib.Path) -> str:
@@ -199,11 +223,11 @@ def main(argv=None) -> int:
   options = parser.parse_args(argv)
   if not pathlib.Path(options.python).with_name('harbor').is_file():
     parser.error('--python: no harbor beside it: pip install harbor podman-compose')
-  if reason := podman.unavailable():
+  if reason := engines.unavailable('podman'):
     print(reason, file=sys.stderr)
     return 2
   wrong = 0
-  with podman.settings() as environment:
+  with settings() as environment:
     for workdir in options.workdir:
       paths = harbor_check.chosen(workdir, options.tasks)
       if not paths:

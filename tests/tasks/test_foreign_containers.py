@@ -263,3 +263,45 @@ def test_a_large_output_and_a_full_disk_are_the_agents(attempt):
   toml = settings().replace('memory_mb = 256\n', 'memory_mb = 64\n')
   verdict, _ = attempt('head -c 9000000 /dev/zero > big; :', limits=limits, toml=toml)
   assert verdict.outcome == harbor.FAILED
+
+
+def test_a_made_task_runs_as_harbor_would(image, tmp_path):
+  """With the backend of an engine: by its Dockerfile and its test.sh."""
+  draft = harbor.Draft(
+    'made',
+    'x',
+    harbor.Metadata('test', 'test'),
+    tests={'test.sh': foreign.TEST.replace('/app', '/workspace').encode()},
+    solution={'solve.sh': b'echo right > /workspace/out.txt'},
+  )
+  path = harbor.write(draft, tmp_path / 'tasks' / 'train')
+  dockerfile = f'FROM {foreign.BASE}\nWORKDIR /workspace\n'
+  (path / 'environment' / 'Dockerfile').write_text(dockerfile)
+  task = foreign.task(path, image)
+  assert task.directory.settings is None
+
+  async def run(solve):
+    async with task.open(backend='podman', limits=LIMITS) as environment:
+      if solve:
+        await task.solve(environment)
+      return (await task.judge(environment)).reward
+
+  assert [asyncio.run(run(solve)) for solve in (True, False)] == [1.0, 0.0]
+
+
+def test_what_only_a_sandbox_judges_is_named(tmp_path):
+  draft = harbor.Draft(
+    'made',
+    'x',
+    harbor.Metadata('test', 'test', answer='answer.txt'),
+    tests={'test.sh': b''},
+    solution={'solve.sh': b''},
+  )
+  task = foreign.task(harbor.write(draft, tmp_path / 'tasks' / 'train'))
+
+  async def run():
+    async with task.open(backend='podman', limits=LIMITS):
+      pass
+
+  with pytest.raises(harbor.BadTask, match=r'answer.*episodes\.backend=namespaces'):
+    asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Another tool's task in containers: opened, solved and judged as Harbor does.
+"""A task in containers of its image: opened, solved and judged as Harbor does.
 
 Source: harbor 0.26, trial/ and verifier/. The agent works in a container of the task's
 image. Then test.sh runs, by `[verifier]` and `Containers.verifier`, in one of
@@ -190,7 +190,7 @@ async def _built(run: Run, machine, place: str, dockerfile: str) -> str:
     run.directory.path / place,
     engine=run.engine,
     dockerfile=dockerfile,
-    network=_BUILDS[run.engine][run.job.build_network],
+    network=_BUILDS.get(run.engine, _BUILDS['docker'])[run.job.build_network],
     timeout_s=machine.build_s,
     replace=run.job.replace,
     max_bytes=MAX_BYTES,
