@@ -116,10 +116,10 @@ class HarborTask:
     """Opens a sandbox with the task's workspace; see `tasks.Task.open`.
 
     Args:
-      backend: of a task that another tool made: 'podman', 'docker' or 'harbor:NAME';
-        with any other, its container is of `Containers.engine`.
-      limits: of such a task: what task.toml does not declare, and the elapsed time of a
-        command.
+      backend: for a container 'podman', 'docker' or 'harbor:NAME'; with any other, that
+        of a task that another tool made is of `Containers.engine`.
+      limits: settings of the sandbox; for a container, what task.toml does not declare,
+        and the elapsed time of a command.
 
     Raises:
       SetupFailed: setup.sh failed, or the container does not become healthy.
