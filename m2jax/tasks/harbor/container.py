@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from m2jax import sandbox
+from m2jax.checks import InvalidSetting
 from m2jax.sandbox import containers as containers_lib
 from m2jax.sandbox.containers import images
 from m2jax.tasks import task as task_lib
@@ -122,6 +123,12 @@ async def opened(
     SandboxError: its image cannot be built, or the machine failed.
   """
   settings, machine = run.settings, run.settings.machine
+  here = run.engine in standard.ENGINES
+  if not (here or settings.separate or run.job.verifier == 'live'):
+    raise InvalidSetting(
+      f'{run.engine} cannot judge in a new container of what the agent left: set '
+      'tasks.containers.verifier=live'
+    )
   service = run.directory.service(_variables(run, machine))
   network = service.network or settings.agent_network or machine.network
   container = containers_lib.Container(
@@ -184,13 +191,18 @@ async def _image(run: Run, machine, service) -> str:
 
 
 async def _built(run: Run, machine, place: str, dockerfile: str) -> str:
+  if run.engine not in standard.ENGINES:
+    raise BadTask(
+      f'{run.directory.path}: {run.engine} gets images by their names: set '
+      'environment.docker_image, or use the backend podman or docker'
+    )
   # Looks at every entry once more: no link is given to a builder.
   await asyncio.to_thread(run.directory.files, f'{place}/')
   image = await images.build(
     run.directory.path / place,
     engine=run.engine,
     dockerfile=dockerfile,
-    network=_BUILDS.get(run.engine, _BUILDS['docker'])[run.job.build_network],
+    network=_BUILDS[run.engine][run.job.build_network],
     timeout_s=machine.build_s,
     replace=run.job.replace,
     max_bytes=MAX_BYTES,
@@ -336,7 +348,8 @@ async def _separate(run: Run, box) -> AsyncIterator[tuple[Any, bool]]:
   for hook in settings.collect:
     with _time(box, hook.timeout_s):
       await box.exec(hook.command, hook.timeout_s, user=hook.user)
-  await box.kill_processes()
+  if run.engine in standard.ENGINES:  # others promise no such thing
+    await box.kill_processes()
   found = {}
   for artifact in (standard.Artifact(_ARTIFACTS), *settings.artifacts):
     found[artifact.source] = await _artifact(box, artifact)
