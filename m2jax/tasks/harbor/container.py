@@ -185,7 +185,7 @@ async def _image(run: Run, machine, service) -> str:
   """The name of the task's image, which is built if need be."""
   named = machine.image or service.image
   if named:
-    return run.job.replace.get(named, named)
+    return run.job.replaced.get(named, named)
   place = f'environment/{service.context}'.rstrip('/')
   return await _built(run, machine, place, service.dockerfile)
 
@@ -204,7 +204,7 @@ async def _built(run: Run, machine, place: str, dockerfile: str) -> str:
     dockerfile=dockerfile,
     network=_BUILDS[run.engine][run.job.build_network],
     timeout_s=machine.build_s,
-    replace=run.job.replace,
+    replace=run.job.replaced,
     max_bytes=MAX_BYTES,
   )
   if (run.engine, image) not in _built_here:
@@ -357,7 +357,7 @@ async def _separate(run: Run, box) -> AsyncIterator[tuple[Any, bool]]:
   service = run.directory.service(_variables(run, settings.machine))
   bundled = True
   if machine is not settings.machine and machine.image:
-    image = run.job.replace.get(machine.image, machine.image)
+    image = run.job.replaced.get(machine.image, machine.image)
   elif 'Dockerfile' in tests:
     image = await _built(run, machine, 'tests', 'Dockerfile')
   else:
