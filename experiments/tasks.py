@@ -31,6 +31,7 @@ from absl import flags
 from experiments import common
 from m2jax import sandbox
 from m2jax.observe import console
+from m2jax.sandbox import containers
 from m2jax.sandbox.containers import images
 from m2jax.tasks import harbor
 from m2jax.tasks.harbor import directory as directory_lib
@@ -320,12 +321,12 @@ async def _try(config: harbor.Config, limits: sandbox.Limits, task: Found) -> No
   print(f'{made.instruction.strip()}\n')
   try:
     async with made.open(limits=limits) as environment:
-      if task.directory.settings is None:
-        await _by_lines(environment)
-      else:
+      if isinstance(environment.box, containers.ContainerSandbox):
         print('The shell is in the container; its end is judged.', flush=True)
         command, env = environment.box.shell(sys.stdin.isatty())
         await asyncio.to_thread(subprocess.run, command, env=env)
+      else:
+        await _by_lines(environment)
       verdict = await made.judge(environment)
   finally:
     await sandbox.shutdown()

@@ -148,17 +148,9 @@ async def _attempt(config, agent, endpoint, spec: str, trial: int) -> dict[str, 
     opened = agents.open_task(agent, task, config.backend, config.limits)
     async with opened as environment:
       episode = await agent.prepare(task, environment, endpoint)
-      try:
-        async with asyncio.timeout(config.episode_s):
-          await agent.run(episode)
-        late = False
-      except TimeoutError:
-        late = True
-      finally:
-        outcome = await agent.finish(episode)
-      if late:
-        outcome.end_reason = 'timeout'
+      outcome = await agents.run_within(agent, task, episode, config.episode_s)
       success = await agent.reward(task, environment, outcome)
+      outcome.error = outcome.error or '\n'.join(environment.notes)
       check_verdict(spec, success)
   except (sandbox.SandboxError, OSError) as error:
     outcome = agents.Outcome(end_reason='infrastructure', error=repr(error))

@@ -8,6 +8,7 @@ from m2jax.agents.agent import (
   Outcome,
   make,
   open_task,
+  run_within,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
   'Outcome',
   'make',
   'open_task',
+  'run_within',
 ]

@@ -8,7 +8,9 @@ kind of agents is a module with `Config`, an `AgentConfig`, and `make(config) ->
 from __future__ import annotations
 
 import abc
+import asyncio
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -188,3 +190,25 @@ def open_task(agent: Agent, task: Task, backend: str, limits: sandbox.Limits):
   """`task.open` for an episode of the agent."""
   needs = {} if agent.host is None else {'host': agent.host}
   return task.open(backend=backend, limits=limits, **needs)
+
+
+async def run_within(
+  agent: Agent, task: Task, episode: Any, limit_s: float = math.inf
+) -> Outcome:
+  """Runs and finishes an episode within a time and that of its task (`Task.wall_s`).
+
+  One that takes longer ends with 'timeout'.
+  """
+  limit_s, late = min(limit_s, getattr(task, 'wall_s', None) or math.inf), False
+  try:
+    async with asyncio.timeout(limit_s if limit_s < math.inf else None) as limit:
+      await agent.run(episode)
+  except TimeoutError:
+    late = limit.expired()
+    if not late:
+      raise
+  finally:
+    outcome = await agent.finish(episode)
+  if late:
+    outcome.end_reason, outcome.error = 'timeout', f'not ended within {limit_s:g} s'
+  return outcome

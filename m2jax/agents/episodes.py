@@ -198,10 +198,9 @@ class Runner:
       opened = agents.open_task(agent, task, config.backend, config.limits)
       async with opened as environment:
         episode = await agent.prepare(task, environment, endpoint)
-        outcome = await _run(agent, episode, getattr(task, 'wall_s', None))
+        outcome = await agents.run_within(agent, task, episode)
         success = await self._verdict(agent, task, environment, outcome)
-        if environment.notes and not outcome.error:
-          outcome.error = '\n'.join(environment.notes)
+        outcome.error = outcome.error or '\n'.join(environment.notes)
     except (sandbox.SandboxError, OSError) as error:
       logging.warning('episode of %s: %r', task.spec, error)
       outcome = agents.Outcome(end_reason='infrastructure', error=repr(error))
@@ -222,24 +221,6 @@ class Runner:
       raise TimeoutError(
         f'no verdict within {limit_s:g} s (episodes.verdict_timeout_s)'
       ) from error
-
-
-async def _run(agent: agents.Agent, episode: Any, limit_s: float | None):
-  """Runs and finishes an episode, within the time that its task has for it."""
-  late = False
-  try:
-    async with asyncio.timeout(limit_s) as limit:
-      await agent.run(episode)
-  except TimeoutError:
-    late = limit.expired()
-    if not late:
-      raise
-  finally:
-    outcome = await agent.finish(episode)
-  if late:
-    outcome.end_reason = 'timeout'
-    outcome.error = f"no end within the task's {limit_s:g} s"
-  return outcome
 
 
 async def _settled(result: Any) -> None:

@@ -204,10 +204,7 @@ async def _demonstrate(
     async with agents.open_task(agent, task, config.backend, config.limits) as opened:
       endpoint = agents.Endpoint(gateway.base_url, key, config.model)
       episode = await agent.prepare(task, opened, endpoint)
-      try:
-        await agent.run(episode)
-      finally:
-        outcome = await agent.finish(episode)
+      outcome = await agents.run_within(agent, task, episode)
       success = await agent.reward(task, opened, outcome)
   finally:
     author.close(task.instruction)

@@ -54,7 +54,7 @@ async def create(
       never followed.
     contents: relative path -> content of further initial files.
     backend: 'namespaces', the experimental 'gvisor', or the weaker 'rlimit_only'; with
-      an image 'podman' or 'docker', which take about a second.
+      an image 'podman' or 'docker', which take about a second, or 'harbor:NAME'.
     limits: the sandbox's limits.
     env: environment variables in addition to PATH, HOME, LANG, TERM and USER.
     host: use of this machine.
@@ -67,10 +67,10 @@ async def create(
       directory cannot be read.
     WorkspaceFull: the files do not fit into `limits.workspace_bytes`.
   """
-  if backend not in api.BACKENDS + api.CONTAINERS:
-    known = api.BACKENDS + api.CONTAINERS
-    raise ValueError(f'backend={backend!r}: must be one of {known}')
-  if (image is None) == (backend in api.CONTAINERS):
+  known = api.BACKENDS + api.CONTAINERS
+  if backend not in known and not backend.startswith('harbor:'):
+    raise ValueError(f'backend={backend!r}: must be one of {known}, or harbor:NAME')
+  if (image is None) != (backend in api.BACKENDS):
     needs = 'needs image=NAME' if image is None else f'takes no image: {image!r}'
     raise ValueError(f'backend={backend!r} {needs}')
   if image is not None:

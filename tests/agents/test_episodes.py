@@ -326,3 +326,15 @@ def command_line(pid):
     return Path(f'/proc/{pid}/cmdline').read_bytes()
   except OSError:
     return b''
+
+
+def test_a_task_may_limit_the_time_of_an_episode(start, tok, monkeypatch):
+  """`Task.wall_s`: the command that runs is killed, and nothing is judged as right."""
+  specs = specs_of('steps_1')
+  monkeypatch.setattr(type(terminal.make(specs[0])), 'wall_s', 0.5, raising=False)
+  slow = response_text('wait', calls=[(shell.NAME, {shell.ARGUMENT: 'sleep 600'})])
+  runner, *_ = start(slow, limits=sandbox.Limits(wall_s=900.0))
+  with runner:
+    [found] = runner.group(specs[0], 1).result(120)
+  assert (found.end_reason, found.success) == ('timeout', 0.0), found
+  assert '0.5 s' in found.error

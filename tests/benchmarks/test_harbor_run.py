@@ -12,10 +12,11 @@ import os
 import pytest
 
 from benchmarks import harbor_run
+from m2jax.sandbox.containers import engines
 from m2jax.tasks import harbor
-from m2jax.tasks.harbor import podman
 from m2jax_pipelines import make, reasoning
 
+_REASON = engines.unavailable('podman')
 PYTHON = os.environ.get('M2JAX_HARBOR_PYTHON', '')
 
 
@@ -51,7 +52,7 @@ def test_a_copy_changes_image_and_network_alone(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(not PYTHON, reason='M2JAX_HARBOR_PYTHON names no interpreter')
-@pytest.mark.skipif(bool(podman.unavailable()), reason=podman.unavailable() or '-')
+@pytest.mark.skipif(bool(_REASON), reason=_REASON or 'podman is here')
 def test_harbor_rewards_the_solution_and_not_nothing(tmp_path, capsys):
   pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
   config = reasoning.Config(generators=('gcd',), levels=(0,), count=1)

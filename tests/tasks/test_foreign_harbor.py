@@ -259,6 +259,7 @@ def test_settings_reach_every_process_in_the_spec(tmp_path):
   spec = tasks.spec(config, 'train', 0)
   task = tasks.make(spec)
   assert task.containers == job and task.wall_s == 60
+  assert task.containers.replaced == {'a:1': 'b@sha256:x'}
   assert spec.count('@') == 1
   with pytest.raises(harbor.BadTask, match='cpus is 1, above 0|cpus'):
     low = spec.replace('"cpus":2', '"cpus":1')
@@ -356,6 +357,7 @@ def test_hostile_names_are_refused(tmp_path):
     {'verifier': 'same'},
     {'build_network': 'evil'},
     {'replace': {'a': ''}},
+    {'replace': ('a',)},
   ],
 )
 def test_settings_of_the_job_are_checked(settings):

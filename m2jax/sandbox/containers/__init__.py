@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from m2jax.sandbox import api
-from m2jax.sandbox.containers import engines, owners
+from m2jax.sandbox.containers import engines, harbor_provider, owners
 from m2jax.sandbox.containers.box import Container as Container
 from m2jax.sandbox.containers.box import ContainerSandbox as ContainerSandbox
 
@@ -22,12 +22,13 @@ async def create(
   env: Mapping[str, str] | None = None,
   contents: Mapping[str, bytes] | None = None,
   host: api.Host | None = None,
-) -> ContainerSandbox:
+) -> ContainerSandbox | harbor_provider.HarborSandbox:
   """Starts a container; takes about a second.
 
   Args:
     container: its image, network and user.
-    engine: 'podman' or 'docker'.
+    engine: 'podman' or 'docker'; or 'harbor:NAME', a provider of Harbor, which has what
+      `harbor_provider` says.
     limits: of `workspace_bytes` only what is read and copied out is limited: nothing
       limits what a container writes to the disk but `file_bytes`, for each file.
     env: environment variables in addition to those of the image.
@@ -38,13 +39,18 @@ async def create(
     SandboxUnavailable: this machine does not support it; says how to fix that.
     SandboxError: the image is missing, has no shell, or the engine failed.
   """
-  await _prepare(engine)
+  limits = limits or api.Limits()
   if host is not None and host.read_only:
     shared = (*host.read_only, *container.read_only)
     container = dataclasses.replace(container, read_only=shared)
-  sandbox = ContainerSandbox(engine, container, limits or api.Limits(), env or {})
-  try:
+  if engine.startswith(harbor_provider.PREFIX):
+    provider = engine.removeprefix(harbor_provider.PREFIX)
+    sandbox = await harbor_provider.create(provider, container, limits, env or {})
+  else:
+    await _prepare(engine)
+    sandbox = ContainerSandbox(engine, container, limits, env or {})
     await sandbox.start()
+  try:
     if contents:
       await sandbox.copy_in(contents)
   except BaseException:

@@ -26,7 +26,7 @@ import stat
 import sys
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from m2jax.sandbox import api, archive, files
@@ -239,8 +239,6 @@ class ContainerSandbox:
   ) -> api.ExecResult:
     for attempt in range(2):
       ran = await self._attempt(command, wall_s, user, place, options, stop)
-      if stop.done() and stop.result() == 'destroyed':
-        raise api.SandboxError('the sandbox was destroyed')
       if ran.started or ran.ended_by or attempt:
         break
       # Processes of earlier commands may have left no room for another.
@@ -293,7 +291,7 @@ class ContainerSandbox:
       _set(stop, 'output')
 
   async def _result(self, ran: _Ran) -> api.ExecResult:
-    codes = {'wall': 124, 'output': 137, 'cancelled': 137}
+    codes = {'wall': 124, 'output': 137, 'cancelled': 137, 'destroyed': 137}
     stderr = ran.stderr.text()
     if ran.ended_by:
       code = codes[ran.ended_by]
@@ -547,6 +545,53 @@ class ContainerSandbox:
     await snapshots.commit(self._engine, self._live.name, image)
     return image
 
+  @contextlib.asynccontextmanager
+  async def fork(
+    self,
+    container: Container,
+    limits: api.Limits,
+    env: Mapping[str, str] | None = None,
+  ) -> AsyncIterator[ContainerSandbox]:
+    """A new container of this one's files, while the context is open.
+
+    The processes of this one are killed first; what the new one writes stays there.
+
+    Args:
+      container: its network, user and so on; its image is not used. None for workdir
+        and user are those of this one.
+      limits, env: as for `create`; the environment of this one's image is there too.
+    """
+    await self.kill_processes()
+    live, snapshot = self._live, ''
+    if self._engine == 'podman':
+      # Without a copy: an overlay. Nor does `podman commit` translate the ids of a
+      # container with a uid map.
+      image = await engines.checked(self._engine, 'mount', live.name)
+      names = '--format={{range .Config.Env}}{{println .}}{{end}}'
+      words = await engines.checked(
+        self._engine, 'container', 'inspect', names, live.name
+      )
+      inherited = dict(line.split('=', 1) for line in words.splitlines() if '=' in line)
+    else:
+      image = snapshot = await self.commit()
+      inherited = {}
+    place = dataclasses.replace(
+      container,
+      image=image,
+      workdir=container.workdir or live.workdir,
+      user=container.user or live.user,
+    )
+    env = {**inherited, **(env or {})}
+    try:
+      async with ContainerSandbox(self._engine, place, limits, env) as other:
+        await other.start()
+        yield other
+    finally:
+      if snapshot:
+        await self.discard(snapshot)
+      else:
+        await engines.run(self._engine, 'umount', live.name)
+
   async def discard(self, image: str) -> None:
     """Removes an image of `commit`; containers of it go on."""
     await engines.run(self._engine, 'rmi', '--force', image)
@@ -630,11 +675,15 @@ async def _started(
     SandboxUnavailable: the engine does not enforce what a sandbox promises.
     SandboxError: it does not start.
   """
-  words = await engines.checked(
-    engine,
-    *('image', 'inspect', '--format={{.Config.User}}|{{.Config.WorkingDir}}', image),
-  )
-  user, _, place = words.partition('|')
+  user, place, source = '', '', (image,)
+  if image.startswith('/'):  # files of a container, `fork`
+    source = '--rootfs', f'{image}:O'
+  else:
+    words = await engines.checked(
+      engine,
+      *('image', 'inspect', '--format={{.Config.User}}|{{.Config.WorkingDir}}', image),
+    )
+    user, _, place = words.partition('|')
   name = owners.new_name()
   owners.keep(engine, 'rm', name)
   live = None
@@ -645,7 +694,7 @@ async def _started(
       *enforcement.options(engine, limits, container.network, container.cpus),
       *(f'--mount=type=bind,src={s},dst={t},readonly' for s, t in container.read_only),
       *(f'--env={key}={value}' for key, value in env.items()),
-      *('--user=0:0', '--workdir=/', '--entrypoint=', image, 'sh', '-c', _MAIN),
+      *('--user=0:0', '--workdir=/', '--entrypoint=', *source, 'sh', '-c', _MAIN),
     )
     facts = 'container', 'inspect', '--format={{.State.Pid}}', name
     pid = int(await engines.checked(engine, *facts))

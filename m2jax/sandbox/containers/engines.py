@@ -183,3 +183,15 @@ async def checked(engine: str, *arguments: str, timeout_s: float = START_S) -> s
     why = f'no end in {timeout_s:g} s' if done.late else done.stderr.strip()[-400:]
     raise api.SandboxError(f'{engine} {arguments[0]}: {why}')
   return done.stdout.strip()
+
+
+async def images(engine: str, repository: str) -> list[str]:
+  """Local images of exactly one repository, with their tags.
+
+  Raises:
+    SandboxError: the engine does not list them.
+  """
+  command = 'images', '--format', '{{.Repository}}:{{.Tag}}', repository
+  names = (await checked(engine, *command)).split()
+  # Other names of the same images are listed too.
+  return [name for name in names if name.startswith(f'{repository}:')]

@@ -195,9 +195,8 @@ async def prune(engine: str = 'podman', keep_bytes: int = 20 << 30) -> list[str]
   Raises:
     SandboxError: the engine does not list them.
   """
-  command = 'images', '--format', '{{.Repository}}:{{.Tag}}', _NAME
   found = []
-  for image in (await engines.checked(engine, *command)).split():
+  for image in await engines.images(engine, _NAME):
     lock = _lock(engine, image.rpartition(':')[2])
     used = lock.stat().st_mtime if lock.exists() else 0.0
     size = await engines.run(engine, 'image', 'inspect', '--format={{.Size}}', image)

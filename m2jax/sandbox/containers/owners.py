@@ -99,7 +99,6 @@ async def sweep(engine: str) -> None:
   for name in (await engines.checked(engine, *names)).split():
     if is_dead(name):
       await engines.run(engine, 'rm', '--force', '--volumes', name)
-  tags = ['images', '--format', '{{.Repository}}:{{.Tag}}', SNAPSHOTS]
-  for image in (await engines.checked(engine, *tags)).split():
+  for image in await engines.images(engine, SNAPSHOTS):
     if is_dead(image.rpartition(':')[2]):
       await engines.run(engine, 'rmi', '--force', image)

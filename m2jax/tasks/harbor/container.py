@@ -1,4 +1,4 @@
-"""Another tool's task in containers: opened, solved and judged as Harbor does.
+"""A task in containers of its image: opened, solved and judged as Harbor does.
 
 Source: harbor 0.26, trial/ and verifier/. The agent works in a container of the task's
 image. Then test.sh runs, by `[verifier]` and `Containers.verifier`, in one of
@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from m2jax import sandbox
+from m2jax.checks import InvalidSetting
 from m2jax.sandbox import containers as containers_lib
 from m2jax.sandbox.containers import images
 from m2jax.tasks import task as task_lib
@@ -45,6 +46,7 @@ _MAX_REWARD_BYTES = 1 << 16
 _SHOWN_CHARS = 2000  # of each of test.sh's outputs
 _AGENT_S = 3600.0  # of a task that does not limit it
 _START_S = 60.0  # of preparations
+_MAKE_LOGS = f'mkdir -p /logs/agent {_LOGS} {_ARTIFACTS} && chmod 777 /logs/*'
 # Networks of builds, by their names at the engines.
 _BUILDS = {
   'podman': {'none': 'none', 'public': 'private', 'host': 'host'},
@@ -121,6 +123,12 @@ async def opened(
     SandboxError: its image cannot be built, or the machine failed.
   """
   settings, machine = run.settings, run.settings.machine
+  here = run.engine in standard.ENGINES
+  if not (here or settings.separate or run.job.verifier == 'live'):
+    raise InvalidSetting(
+      f'{run.engine} cannot judge in a new container of what the agent left: set '
+      'tasks.containers.verifier=live'
+    )
   service = run.directory.service(_variables(run, machine))
   network = service.network or settings.agent_network or machine.network
   container = containers_lib.Container(
@@ -137,6 +145,7 @@ async def opened(
     if len(found) < 2:
       raise SetupFailed(f'{container.image}: no shell, directory or user: {found}')
     await _uploaded(run, box)
+    await _done(box, _MAKE_LOGS)
     await _started(box, machine, service.command)
     box.limits = dataclasses.replace(box.limits, wall_s=run.limits.wall_s)
     yield Environment(execute(box), None, box, workdir=found[0], user=found[1])
@@ -182,6 +191,11 @@ async def _image(run: Run, machine, service) -> str:
 
 
 async def _built(run: Run, machine, place: str, dockerfile: str) -> str:
+  if run.engine not in standard.ENGINES:
+    raise BadTask(
+      f'{run.directory.path}: {run.engine} gets images by their names: set '
+      'environment.docker_image, or use the backend podman or docker'
+    )
   # Looks at every entry once more: no link is given to a builder.
   await asyncio.to_thread(run.directory.files, f'{place}/')
   image = await images.build(
@@ -199,14 +213,14 @@ async def _built(run: Run, machine, place: str, dockerfile: str) -> str:
   return image
 
 
-async def _created(run: Run, container, machine, env, wall_s: float) -> Any:
-  """A container with what the task declares, or else the job's limits.
+def _limits(run: Run, machine: standard.Machine, wall_s: float) -> sandbox.Limits:
+  """What the task declares, or else the job's limits.
 
-  Its processor time has no limit of its own: elapsed time and `cpus` bound it.
+  Processor time has no limit of its own: elapsed time and `cpus` bound it.
   """
   limits, storage = run.limits, machine.storage_bytes
   wall_s = max(limits.wall_s, wall_s, _START_S)
-  limits = dataclasses.replace(
+  return dataclasses.replace(
     limits,
     memory_bytes=machine.memory_bytes or limits.memory_bytes,
     workspace_bytes=storage or limits.workspace_bytes,
@@ -214,15 +228,17 @@ async def _created(run: Run, container, machine, env, wall_s: float) -> Any:
     wall_s=wall_s,
     cpu_s=math.ceil(wall_s * (os.cpu_count() or 1)),
   )
+
+
+async def _created(run: Run, container, machine, env, wall_s: float) -> Any:
+  limits = _limits(run, machine, wall_s)
   return await containers_lib.create(
     container, engine=run.engine, limits=limits, env=env
   )
 
 
 async def _started(box, machine: standard.Machine, command: str) -> None:
-  """Makes Harbor's directories, starts the service's command, waits for health."""
-  names = ' '.join(f'/logs/{name}' for name in ('agent', 'verifier', 'artifacts'))
-  await _done(box, f'mkdir -p {names} && chmod 777 {names}')
+  """Starts the service's command and waits for health."""
   if command:
     await box.exec(
       f'{{ {command}\n}} >/logs/agent/service.txt 2>&1 </dev/null &', _START_S
@@ -267,6 +283,7 @@ async def solved(run: Run, box) -> sandbox.ExecResult:
   if 'solve.sh' not in files:
     raise BadTask(f'{run.directory.path}: no solution/solve.sh')
   env = run.env(run.settings.solution_env, 'solution.env')
+  await _done(box, 'rm -rf /solution')
   await _laid_out(run, box, 'solution', 'solve.sh')
   with _time(box, run.agent_s):
     return await box.exec(
@@ -277,10 +294,10 @@ async def solved(run: Run, box) -> sandbox.ExecResult:
 
 
 async def _laid_out(run: Run, box, folder: str, script: str) -> None:
-  """A folder of the task as the new directory /FOLDER, with its script executable."""
-  await _done(box, f'rm -rf /{folder}')
-  await box.copy_in(run.directory.path / folder, f'/{folder}')
-  await _done(box, f'chmod +x /{folder}/{script}')
+  """A folder of the task as the directory /FOLDER, with its script executable."""
+  place = run.directory.path / folder
+  await box.copy_in(place, f'/{folder}')
+  await box.write(f'/{folder}/{script}', (place / script).read_bytes(), 0o755)
 
 
 async def judged(run: Run, environment: Environment) -> verifier.Verdict:
@@ -309,23 +326,19 @@ async def _where(run: Run, environment) -> AsyncIterator[tuple[Any, bool]]:
   if run.job.verifier == 'live':
     yield box, False
     return
-  await box.kill_processes()
-  snapshot = await box.commit()
-  try:
-    service = run.directory.service(_variables(run, machine))
-    network = service.network or settings.verifier_network or machine.network
-    container = containers_lib.Container(
-      image=snapshot,
-      network=_network(run, network),
-      cpus=machine.cpus,
-      workdir=environment.workdir,
-      user=settings.verifier_user or service.user or environment.user,
-    )
-    async with await _created(run, container, machine, {}, settings.verifier_s) as new:
-      await _started(new, machine, service.command)
-      yield new, False
-  finally:
-    await box.discard(snapshot)
+  service = run.directory.service(_variables(run, machine))
+  network = service.network or settings.verifier_network or machine.network
+  container = containers_lib.Container(
+    image='fork',
+    network=_network(run, network),
+    cpus=machine.cpus,
+    workdir=environment.workdir,
+    user=settings.verifier_user or service.user or environment.user,
+  )
+  limits = _limits(run, machine, settings.verifier_s)
+  async with box.fork(container, limits) as new:
+    await _started(new, machine, service.command)
+    yield new, False
 
 
 @contextlib.asynccontextmanager
@@ -335,7 +348,8 @@ async def _separate(run: Run, box) -> AsyncIterator[tuple[Any, bool]]:
   for hook in settings.collect:
     with _time(box, hook.timeout_s):
       await box.exec(hook.command, hook.timeout_s, user=hook.user)
-  await box.kill_processes()
+  if run.engine in standard.ENGINES:  # others promise no such thing
+    await box.kill_processes()
   found = {}
   for artifact in (standard.Artifact(_ARTIFACTS), *settings.artifacts):
     found[artifact.source] = await _artifact(box, artifact)
@@ -357,6 +371,7 @@ async def _separate(run: Run, box) -> AsyncIterator[tuple[Any, bool]]:
   )
   env = run.env(machine.env, 'verifier.environment.env')
   async with await _created(run, container, machine, env, settings.verifier_s) as new:
+    await _done(new, _MAKE_LOGS)
     await _started(new, machine, '')
     for source, files in found.items():
       if isinstance(files, bytes):
@@ -392,11 +407,11 @@ async def _artifact(box, artifact: standard.Artifact) -> dict[str, bytes] | byte
 async def _tested(run: Run, box, bundled: bool) -> verifier.Verdict:
   """Runs test.sh and reads its reward."""
   settings = run.settings
-  await _done(box, '[ ! -h /logs ] || rm /logs')
-  await _done(box, f'rm -rf {_LOGS}; mkdir -p {_LOGS} && chmod 777 {_LOGS}')
-  if bundled:
-    await _done(box, 'chmod +x /tests/test.sh')  # Harbor's own template needs it
-  else:
+  old = _LOGS if bundled else f'{_LOGS} /tests'
+  fresh = f'rm -rf {old}; mkdir -p {_LOGS} && chmod 777 {_LOGS}'
+  fresh += ' && chmod +x /tests/test.sh' if bundled else ''
+  await _done(box, f'[ ! -h /logs ] || rm /logs; {fresh}')
+  if not bundled:
     await _laid_out(run, box, 'tests', 'test.sh')
   with _time(box, settings.verifier_s):
     done = await box.exec(

@@ -122,6 +122,24 @@ class Directory:
     split = len(parts) > 2 and parts[-2] == 'tasks' and parts[-1] in SPLITS
     return self.path.parents[2] if split else self.path.parent
 
+  def as_standard(self) -> Directory:
+    """A task of ours as other tools run it, by its Dockerfile and test.sh.
+
+    Raises:
+      BadTask: its verifier needs what only a sandbox gives it.
+    """
+    metadata = self.metadata
+    for name in ('answer', 'listing', 'run'):
+      if getattr(metadata, name):
+        raise BadTask(
+          f'{self.path}: metadata.m2jax.{name} is only judged in a sandbox: set '
+          'episodes.backend=namespaces'
+        )
+    text = _text(self.path, 'task.toml', _files(self.path, 'task.toml')['task.toml'])
+    with schema.named(self.path / 'task.toml'):
+      settings = standard.parse(schema.load(text), schema.CEILINGS)
+    return dataclasses.replace(self, settings=settings)
+
   def service(self, variables: Mapping[str, str]) -> service_lib.Service:
     """The container that docker-compose.yaml describes; see `service.parse`."""
     data = _files(self.path, COMPOSE).get(COMPOSE)
@@ -133,10 +151,6 @@ class Directory:
   def files(self, folder: str) -> dict[str, bytes]:
     """Files below a folder, such as 'environment/', by their paths in it."""
     return self._below(folder)
-
-  def is_executable(self, path: str) -> bool:
-    """Whether a file of the task has a bit of execution."""
-    return bool((self.path / path).lstat().st_mode & 0o111)
 
   def archive(self) -> dict[str, bytes]:
     """Files of the archive, those that the agent does not see included."""

@@ -73,7 +73,7 @@ def parse(text: str, variables: Mapping[str, str]) -> Service:
 
   Args:
     text: the file.
-    variables: what `$NAME` stands for, in addition to `VARIABLES`; others are empty.
+    variables: values of `$NAME`, in addition to `VARIABLES`; others are empty.
 
   Raises:
     ValueError: it is none, or has what is not supported.

@@ -27,6 +27,7 @@ _DEFAULT_S = 600.0  # of builds and verifiers
 _SIZES = {'G': 1 << 30, 'M': 1 << 20, 'K': 1 << 10}
 _SIZE = re.compile(r'\s*([0-9]+(?:\.[0-9]+)?)\s*([GMK])\s*', re.IGNORECASE)
 _VARIABLE = re.compile('[A-Za-z_][A-Za-z0-9_]*')
+_PAIR = re.compile('[^=]+=[^=]+')
 _TEMPLATE = re.compile(r'\$\{([^}:]+)(?::-(.*))?\}', re.DOTALL)
 _USER = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}')
 _FAMILY = re.compile('[A-Za-z0-9][A-Za-z0-9_.-]{0,47}')
@@ -42,8 +43,8 @@ class Containers:
     network: the most that a container gets, 'none' or 'public'.
     build_network: what an image is built with: 'none', 'public', or 'host', which also
       reaches what listens on this machine alone.
-    replace: NAME=IMAGE: base image in a Dockerfile, the image to use instead. Texts,
-      since keys of a config have no dots; a mapping serves as well.
+    replace: 'NAME=OTHER' for an image that a task names, and the image of this machine
+      to use instead; or a mapping of them.
     variables: names of environment variables of this process that a task may read by
       `${NAME}`; no other is visible to any task.
     image_bytes: bound on the built images that are cached.
@@ -54,25 +55,25 @@ class Containers:
   engine: str = 'podman'
   network: str = 'none'
   build_network: str = 'none'
-  replace: tuple[str, ...] | Mapping[str, str] = ()
+  replace: tuple[str, ...] = ()
   variables: tuple[str, ...] = ()
   image_bytes: int = 20 << 30
   verifier: str = 'fresh'
 
   def __post_init__(self):
+    pairs = self.replace
+    if isinstance(pairs, Mapping):
+      pairs = map('='.join, pairs.items())
+    object.__setattr__(self, 'replace', tuple(pairs))
     object.__setattr__(self, 'variables', tuple(self.variables))
-    texts = self.replace
-    if isinstance(texts, Mapping):
-      texts = [f'{name}={image}' for name, image in texts.items()]
-    object.__setattr__(self, 'replace', tuple(texts))
     require(self, self.engine in ENGINES, 'engine', f'one of {ENGINES}')
     require(self, self.network in NETWORKS, 'network', f'one of {NETWORKS}')
     builds = (*NETWORKS, 'host')
     require(self, self.build_network in builds, 'build_network', f'one of {builds}')
     names = all(isinstance(n, str) and _VARIABLE.fullmatch(n) for n in self.variables)
     require(self, names, 'variables', 'names of environment variables')
-    pairs = all(isinstance(t, str) and all(t.partition('=')) for t in self.replace)
-    require(self, pairs, 'replace', 'NAME=IMAGE, names of images')
+    images = all(isinstance(t, str) and _PAIR.fullmatch(t) for t in self.replace)
+    require(self, images, 'replace', "texts 'NAME=OTHER' with names of images")
     require(self, self.image_bytes > 0, 'image_bytes', 'positive')
     ways = ('fresh', 'live')
     require(self, self.verifier in ways, 'verifier', f'one of {ways}')
@@ -80,7 +81,7 @@ class Containers:
   @property
   def replaced(self) -> dict[str, str]:
     """`replace` as a mapping."""
-    return dict(text.partition('=')[::2] for text in self.replace)
+    return dict(pair.split('=', 1) for pair in self.replace)
 
 
 DEFAULT = Containers()

@@ -8,7 +8,8 @@ A spec is `harbor/SPLIT/NAME@DATASET`, or `harbor/SPLIT/NAME?SETTINGS@DATASET`, 
 the ceilings and of the settings of containers that differ from the default.
 
 A task that a pipeline made runs in a sandbox, and a `verifier` judges its work in
-another. One that another tool made runs in containers of its image (`container`).
+another. One that another tool made runs in containers of its image (`container`), and
+so does every task with the backend of a container engine.
 """
 
 from __future__ import annotations
@@ -115,17 +116,16 @@ class HarborTask:
     """Opens a sandbox with the task's workspace; see `tasks.Task.open`.
 
     Args:
-      backend: of a task that another tool made: 'podman', 'docker' or 'harbor:NAME';
-        with any other, its container is of `Containers.engine`.
-      limits: of such a task: what task.toml does not declare, and the elapsed time of a
-        command.
+      backend: for a container 'podman', 'docker' or 'harbor:NAME'; with any other, that
+        of a task that another tool made is of `Containers.engine`.
+      limits: settings of the sandbox; for a container, what task.toml does not declare,
+        and the elapsed time of a command.
 
     Raises:
       SetupFailed: setup.sh failed, or the container does not become healthy.
       BadTask: it cannot run here.
     """
-    if self.directory.settings is not None:
-      run = self._run(backend, limits)
+    if run := self._run(backend, limits):
       seen = host.read_only if host else ()
       async with container.opened(run, _executor, seen) as environment:
         yield environment
@@ -169,8 +169,8 @@ class HarborTask:
   ) -> verifier.Verdict:
     """The verdict with its reason."""
     box = environment.box
-    if self.directory.settings is not None:
-      return await container.judged(self._run(box.backend, box.limits), environment)
+    if run := self._run(box.backend, box.limits):
+      return await container.judged(run, environment)
     return await verifier.verify(
       self.directory,
       environment.workspace,
@@ -182,8 +182,8 @@ class HarborTask:
   async def solve(self, environment: task_lib.Environment) -> sandbox.ExecResult:
     """Runs the task's own solution in an environment."""
     box = environment.box
-    if self.directory.settings is not None:
-      return await container.solved(self._run(box.backend, box.limits), box)
+    if run := self._run(box.backend, box.limits):
+      return await container.solved(run, box)
     for path, data in self.directory.solution().items():
       await box.write(f'{_SOLUTION}/{path}', data)
     command = (
@@ -192,11 +192,16 @@ class HarborTask:
     )
     return await box.exec(command)
 
-  def _run(self, backend: str, limits: sandbox.Limits | None) -> container.Run:
-    known = backend in standard.ENGINES or backend.startswith('harbor:')
-    engine = backend if known else self.containers.engine
-    limits = limits or sandbox.Limits()
-    return container.Run(self.directory, self.containers, engine, limits)
+  def _run(self, backend: str, limits: sandbox.Limits | None) -> container.Run | None:
+    """How the task runs in containers; None: it runs in a sandbox."""
+    found, engine = self.directory, backend
+    if not (backend in standard.ENGINES or backend.startswith('harbor:')):
+      if found.settings is None:
+        return None
+      engine = self.containers.engine
+    if found.settings is None:
+      found = found.as_standard()
+    return container.Run(found, self.containers, engine, limits or sandbox.Limits())
 
 
 def _said(verdict: verifier.Verdict) -> str:
