@@ -37,6 +37,7 @@ from m2jax.sandbox.containers import engines
 from m2jax.tasks import harbor
 
 _STARTS = 3
+_TIMES = 10  # limits of time are not compared, and this network may be slow
 _CLOSED = re.compile(r'network_mode\s*=\s*"no-network"|allow_internet\s*=\s*false')
 # As those of `m2jax.sandbox.containers.engines`, but for what Harbor leaves unsaid.
 _CONF = """\
@@ -98,13 +99,14 @@ def theirs(
     }
     command = [f'{programs}/harbor', 'run', '-p', str(dataset), '-a', agent]
     command += ['-e', 'podman', '-n', str(jobs), '-o', str(out), '-q']
+    command += ['--timeout-multiplier', str(_TIMES)]
     names = [_name(path.name) for path in dataset.iterdir()]
     for name in names:
       subprocess.run(['podman', 'tag', harbor_bases.IMAGE, name], env=env, check=True)
     for _ in range(_STARTS):
       done = subprocess.run(command, env=env, capture_output=True, text=True)
       if found := list(out.glob('*/*/result.json')):
-        break  # else podman did not answer in time, on a busy machine
+        break  # else podman did not answer in time, on a loaded machine
     else:
       print(f'harbor run: {(done.stdout + done.stderr)[-1500:]}', file=sys.stderr)
     subprocess.run(['podman', 'rmi', '--ignore', *names], env=env, capture_output=True)

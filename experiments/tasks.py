@@ -141,7 +141,7 @@ def _list(found: list[Found]) -> None:
 
 
 def _cells(task: Found) -> list[str]:
-  """A task's family, times, resources, network and what stands in its way."""
+  """A task's family, times, resources, network and what it lacks."""
   if task.directory is None:
     return ['-'] * 5 + [f'refused: {task.reason}']
   found, settings = task.directory, task.directory.settings
