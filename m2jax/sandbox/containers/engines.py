@@ -91,7 +91,7 @@ def unavailable(engine: str) -> str:
 class Process:
   """A program that runs, in a session of its own; its output goes to pipes.
 
-  asyncio's own may wait forever if it is cancelled while the program starts.
+  asyncio's own may wait for ever if it is cancelled while the program starts.
   """
 
   def __init__(self, command: Sequence[str], env: Mapping[str, str], keep=()):

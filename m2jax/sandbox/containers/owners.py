@@ -72,7 +72,7 @@ def keep(engine: str, kind: str, name: str) -> None:
 
 
 def removed(engine: str, kind: str, name: str) -> None:
-  """Notes that something of `keep` is no more."""
+  """Tells that something of `keep` is no more."""
   _left(os.getpid(), engine).discard((kind, name))
 
 
