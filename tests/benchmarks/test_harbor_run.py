@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from benchmarks import harbor_run
+from benchmarks import harbor_bases, harbor_run
 from m2jax.sandbox.containers import engines
 from m2jax.tasks import harbor
 from m2jax_pipelines import make, reasoning
@@ -33,8 +33,8 @@ def test_a_copy_changes_image_and_network_alone(tmp_path):
   )
   path = harbor.write(draft, tmp_path / 'tasks' / 'train')
   directory = harbor.read(path)
-  with harbor_run.copied(directory) as copy:
-    other = harbor.read(copy)
+  with harbor_run.copied([path]) as place:
+    other = harbor.read(place / 'one')
     assert (other.metadata, other.verifier_s) == (
       directory.metadata,
       directory.verifier_s,
@@ -43,11 +43,41 @@ def test_a_copy_changes_image_and_network_alone(tmp_path):
       directory.tests(),
       directory.solution(),
     )
-    steps = (copy / 'environment' / 'Dockerfile').read_text()
-  mark = 'WORKDIR /workspace\n'
+    steps = (place / 'one' / 'environment' / 'Dockerfile').read_text()
+    settings = (place / 'one' / 'task.toml').read_text()
   ours = (path / 'environment' / 'Dockerfile').read_text()
-  assert steps.partition(mark)[2] == ours.partition(mark)[2] != ''
-  assert 'apt-get' not in steps and 'localhost' in steps
+  assert steps == ours.replace('python:3.13-slim', 'localhost/m2jax/base-one:1') != ours
+  assert 'network_mode = "public"' in settings and 'no-network' not in settings
+
+
+def test_images_that_tasks_name_are_found_and_replaced(tmp_path):
+  """Of every form; a stage of a Dockerfile is no image, nor is a longer name."""
+  environment = tmp_path / 'a' / 'environment'
+  environment.mkdir(parents=True)
+  lines = (
+    'FROM --platform=linux/amd64 ubuntu:24.04 AS first',
+    'COPY --from=ghcr.io/astral-sh/uv:0.9.7 /uv /bin/',
+    'FROM ubuntu:24.04-extra',
+    'COPY --from=first /a /b',
+    'FROM swebench/one:latest',
+  )
+  (environment / 'Dockerfile').write_text('\n'.join(lines))
+  (tmp_path / 'a' / 'task.toml').write_text(
+    '[environment]\ndocker_image = "python:3.13-slim"\n'
+  )
+  names = {*harbor_bases.named(tmp_path)}
+  known = {'ubuntu:24.04', 'ghcr.io/astral-sh/uv:0.9.7', 'python:3.13-slim'}
+  known.add('ubuntu:24.04-extra')
+  assert names == known | {'swebench/one:latest'}
+  assert {*harbor_bases.replacements(names)} == known
+  with harbor_run.copied([tmp_path / 'a']) as place:
+    found = (place / 'a' / 'environment' / 'Dockerfile').read_text().splitlines()
+    settings = (place / 'a' / 'task.toml').read_text()
+  image = 'localhost/m2jax/base-a:1'
+  assert found[0] == f'FROM --platform=linux/amd64 {image} AS first'
+  assert found[1:3] == [f'COPY --from={image} /uv /bin/', f'FROM {image}']
+  assert found[3:] == list(lines[3:])
+  assert f'docker_image = "{image}"' in settings
 
 
 @pytest.mark.long
@@ -57,5 +87,6 @@ def test_harbor_rewards_the_solution_and_not_nothing(tmp_path, capsys):
   pytest.importorskip('reasoning_gym', reason='pip install -e ./m2jax_pipelines')
   config = reasoning.Config(generators=('gcd',), levels=(0,), count=1)
   asyncio.run(make.run(config, tmp_path, show=False))
-  assert harbor_run.main([f'--python={PYTHON}', f'--workdir={tmp_path}']) == 0
-  assert 'solution 1, nothing 0' in capsys.readouterr().out
+  harbor_bases.build()
+  assert harbor_run.main([f'--python={PYTHON}', f'--dataset={tmp_path}']) == 0
+  assert 'differs' not in capsys.readouterr().out

@@ -515,6 +515,20 @@ class ContainerSandbox:
       listener.close()
     self._listeners.clear()
 
+  def shell(self, terminal: bool) -> tuple[list[str], dict[str, str]]:
+    """The command of an interactive shell in the container, and its environment.
+
+    For a person: nothing limits how long it runs or what it prints.
+
+    Args:
+      terminal: whether the input is one.
+    """
+    self._check_open()
+    command = [self._engine, 'exec', '--interactive', *['--tty'] * terminal]
+    command += ['--user', self._live.user, '--workdir', self._live.workdir]
+    words = 'command -v bash >/dev/null && exec bash; exec sh'
+    return [*command, self._live.name, 'sh', '-c', words], engines.environment()
+
   # Snapshots ------------------------------------------------------------------------
 
   async def commit(self) -> str:
