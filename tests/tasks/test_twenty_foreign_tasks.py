@@ -28,7 +28,6 @@ _REASON = engines.unavailable('podman') or (
   '' if shutil.which('debootstrap') else 'no debootstrap: apt-get install debootstrap'
 )
 pytestmark = [
-  pytest.mark.long,
   pytest.mark.thorough,
   pytest.mark.skipif(bool(_REASON), reason=_REASON or '-'),
 ]
