@@ -112,7 +112,7 @@ def test_a_suite_judges_what_a_model_did(config, tmp_path):
     with model_server.Server(answer) as server:
       return asyncio.run(suites.run(suite, server.url, 'm', path))
 
-  count = len(scripts)
+  count = sum(harbor_foreign.COUNTS.values())
   [all_of, *_] = run(solve, broken, tmp_path / 'solved.jsonl')
   assert all_of.success == 1.0 and all_of.tasks == count - 1 and all_of.failures == 1
   rows = records.read(tmp_path / 'solved.jsonl')
