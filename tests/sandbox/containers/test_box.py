@@ -82,6 +82,20 @@ def test_ending_the_container_is_the_commands_failure(box, run):
   assert run(tested.read('/etc/passwd'))
 
 
+@pytest.mark.parametrize('status', [1, 125])
+def test_a_shell_that_the_agent_made_is_its_own_failure(box, run, status):
+  tested = box()
+  shell = f'rm /usr/bin/sh; printf "#!/usr/bin/bash\\nexit {status}" > /usr/bin/sh'
+  run(tested.exec(f'{shell}; chmod +x /usr/bin/sh'))
+  assert run(tested.exec('true')).returncode == 137
+
+
+def test_variables_of_this_process_are_not_seen(image, make, run, monkeypatch):
+  monkeypatch.setitem(engines.environment(), 'HTTP_PROXY', 'http://user:secret@proxy')
+  tested = make(backend='podman', image=image, limits=_LIMITS)
+  assert 'secret' not in run(tested.exec('env')).stdout
+
+
 def test_an_engine_that_fails_is_not_a_result(box, run, podman):
   tested = box()
   command = ['podman', 'rm', '--force', '--time', '0', tested._live.name]
