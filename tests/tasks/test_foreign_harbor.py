@@ -157,6 +157,9 @@ COMPOSED = {
   'services: {main: {build: {args: {A: 1}}}}': 'build.*args.*not supported',
   'services: {main: {environment: [A B=1]}}': 'environment has .A B',
   'services: {main: {cap_add: [ALL]}}': 'cap_add',
+  'services: {main: {image: /}}': "main.image is '/'",
+  'services: {main: {image: x, working_dir: ../x}}': 'main.working_dir is',
+  'services: {main: {image: x, user: [0]}}': 'main.user is',
   'services: [1]': 'services is',
   'volumes: {x: {}}': 'volumes: not supported',
   'a: &a [1]\nb: [*a, *a]': 'aliases',
@@ -172,6 +175,12 @@ def test_what_a_compose_file_may_not_have_is_named(tmp_path, text):
   with pytest.raises(harbor.BadTask, match=COMPOSED[text]) as fault:
     harbor.read(tmp_path / 'a')
   assert 'docker-compose.yaml' in str(fault.value) and '\n' not in str(fault.value)
+
+
+def test_variables_of_a_compose_file_do_not_multiply():
+  text = 'services: {main: {command: "' + '$A' * 30_000 + '"}}'
+  with pytest.raises(ValueError, match='65536 characters with its variables'):
+    service.parse(text, {'A': 'x' * (1 << 20)})
 
 
 def test_a_compose_file_of_harbor_is_read():
