@@ -161,6 +161,9 @@ COMPOSED = {
   'services: {main: {image: x, working_dir: ../x}}': 'main.working_dir is',
   'services: {main: {image: x, user: [0]}}': 'main.user is',
   'services: [1]': 'services is',
+  'services: {main: {expose: [{80: 1}]}}': 'the key 80: must be text',
+  '? [a]\n: 1': 'not YAML',
+  'services: {main: {command: "' + '${a:-' * 12_000 + '", x: 1}}': "main.'x'",
   'volumes: {x: {}}': 'volumes: not supported',
   'a: &a [1]\nb: [*a, *a]': 'aliases',
   'a: [': 'not YAML',
@@ -378,3 +381,8 @@ def test_shares_are_checked():
   for shares in ({}, {'evil': 1}, {'train': 0}, {'train': -1, 'dev': 2}):
     with pytest.raises(InvalidSetting, match='shares'):
       harbor.Config(shares=shares)
+
+
+def test_settings_of_a_spec_that_are_too_deep_are_named():
+  with pytest.raises(ValueError, match='no ceilings of Harbor tasks.*recursion'):
+    tasks.make('harbor/train/a?' + '[' * 5000 + '@/nowhere')

@@ -37,7 +37,7 @@ _IGNORED = (
 _LOGS = ('/logs', '/logs/verifier', '/logs/agent', '/logs/artifacts')
 _TEMPLATE = re.compile(
   r'\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_]\w*)'
-  r'|\{(?P<name>[A-Za-z_]\w*)(?::?-(?P<default>[^}]*))?\})'
+  r'|\{(?P<name>[A-Za-z_]\w*)(?::?-(?P<default>[^{}]*))?\})'
 )
 _NAME = re.compile('[A-Za-z_][A-Za-z0-9_]*')
 _SLEEPS = re.compile(r'(sleep (infinity|inf|[0-9]+[smhd]?)|tail -f /dev/null);?')
@@ -87,6 +87,7 @@ def parse(text: str, variables: Mapping[str, str]) -> Service:
     table = yaml.safe_load(text)
   except yaml.YAMLError as error:
     raise ValueError(f'not YAML: {" ".join(str(error).split())}') from None
+  _check_keys(table)
   strict_json.check(table)
   check_type(table, 'Mapping[str, Any]', 'the file')
   for name in ('networks', 'volumes', 'secrets', 'configs', 'include'):
@@ -102,6 +103,15 @@ def parse(text: str, variables: Mapping[str, str]) -> Service:
   main = services.get('main') or {}
   check_type(main, 'Mapping[str, Any]', 'services.main')
   return _main(_filled(main, {**VARIABLES, **variables}), variables)
+
+
+def _check_keys(value: Any) -> None:
+  items = value.values() if isinstance(value, dict) else value
+  for key in value if isinstance(value, dict) else ():
+    if not isinstance(key, str):
+      raise ValueError(f'the key {reprlib.repr(key)}: must be text')
+  for item in items if isinstance(value, dict | list) else ():
+    _check_keys(item)
 
 
 def _filled(value: Any, variables: Mapping[str, str]) -> Any:
