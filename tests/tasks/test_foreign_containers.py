@@ -147,6 +147,33 @@ def test_an_attempt_to_game_it_fails(attempt, script):
   assert verdict.outcome == harbor.FAILED, verdict
 
 
+def program(path, body):
+  """Replaces a program; what replaces it is executable, as the old one was."""
+  return f"cp /bin/cat /tmp/p; echo '#!/bin/bash\n{body}' > /tmp/p; mv /tmp/p {path}"
+
+
+@pytest.mark.parametrize(
+  'script',
+  [
+    'rm /bin/bash',
+    program('/bin/mkdir', 'exit 1'),
+    program('/bin/grep', 'sleep 60'),
+    # The main process of the verifier's container ends.
+    program('/bin/sh', '[ $$ = 1 ] || exec bash "$@"'),
+  ],
+)
+def test_an_agent_does_not_choose_that_it_is_not_judged(attempt, script):
+  toml = settings().replace('timeout_sec = 60.0', 'timeout_sec = 3.0', 1)
+  verdict, _ = attempt(script, toml=toml)
+  assert verdict.outcome == harbor.FAILED, verdict
+  assert 'without the agent there is a reward' in verdict.reason
+
+
+def test_volumes_of_an_image_are_judged(attempt):
+  dockerfile = f'FROM {foreign.BASE}\nWORKDIR /app\nVOLUME /app\n'
+  assert attempt(dockerfile=dockerfile)[0].reward == 1.0
+
+
 def test_the_agent_sees_neither_tests_nor_solution_nor_this_machine(
   attempt, monkeypatch
 ):

@@ -157,7 +157,13 @@ COMPOSED = {
   'services: {main: {build: {args: {A: 1}}}}': 'build.*args.*not supported',
   'services: {main: {environment: [A B=1]}}': 'environment has .A B',
   'services: {main: {cap_add: [ALL]}}': 'cap_add',
+  'services: {main: {image: /}}': "main.image is '/'",
+  'services: {main: {image: x, working_dir: ../x}}': 'main.working_dir is',
+  'services: {main: {image: x, user: [0]}}': 'main.user is',
   'services: [1]': 'services is',
+  'services: {main: {expose: [{80: 1}]}}': 'the key 80: must be text',
+  '? [a]\n: 1': 'not YAML',
+  'services: {main: {command: "' + '${a:-' * 12_000 + '", x: 1}}': "main.'x'",
   'volumes: {x: {}}': 'volumes: not supported',
   'a: &a [1]\nb: [*a, *a]': 'aliases',
   'a: [': 'not YAML',
@@ -172,6 +178,12 @@ def test_what_a_compose_file_may_not_have_is_named(tmp_path, text):
   with pytest.raises(harbor.BadTask, match=COMPOSED[text]) as fault:
     harbor.read(tmp_path / 'a')
   assert 'docker-compose.yaml' in str(fault.value) and '\n' not in str(fault.value)
+
+
+def test_variables_of_a_compose_file_do_not_multiply():
+  text = 'services: {main: {command: "' + '$A' * 30_000 + '"}}'
+  with pytest.raises(ValueError, match='65536 characters with its variables'):
+    service.parse(text, {'A': 'x' * (1 << 20)})
 
 
 def test_a_compose_file_of_harbor_is_read():
@@ -369,3 +381,8 @@ def test_shares_are_checked():
   for shares in ({}, {'evil': 1}, {'train': 0}, {'train': -1, 'dev': 2}):
     with pytest.raises(InvalidSetting, match='shares'):
       harbor.Config(shares=shares)
+
+
+def test_settings_of_a_spec_that_are_too_deep_are_named():
+  with pytest.raises(ValueError, match='no ceilings of Harbor tasks.*recursion'):
+    tasks.make('harbor/train/a?' + '[' * 5000 + '@/nowhere')

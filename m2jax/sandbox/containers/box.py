@@ -37,6 +37,7 @@ _ARCHIVE_OVERHEAD_BYTES = 64 << 20  # headers, long names
 _MAX_COMMAND_BYTES = 120_000  # the kernel's limit for one argument is 131,072
 _FLOOD = 64  # times `output_bytes`: the command is killed
 _TAIL_BYTES = 4096
+_MAX_ACCOUNTS_BYTES = 1 << 20
 _KILLS, _KILL_S = 20, 1.0  # attempts to end a command, and time for each
 NETWORKS = ('none', 'public')
 _NOT_FILES = ('proc', 'sys', 'dev')  # of the kernel
@@ -284,8 +285,6 @@ class ContainerSandbox:
     elif stop.done():
       ended_by = stop.result()  # too much output, by a command that then ended
     code = await reading
-    if ended_by == 'engine':
-      raise api.SandboxError(f'{self._engine} exec: no start in {engines.START_S:g} s')
     oom = self._live.group.oom_kills() > kills
     return _Ran(code, *outputs, ended_by, wall, oom)
 
@@ -296,7 +295,7 @@ class ContainerSandbox:
   async def _result(self, ran: _Ran) -> api.ExecResult:
     codes = {'wall': 124, 'output': 137, 'cancelled': 137, 'destroyed': 137}
     stderr = ran.stderr.text()
-    if ran.ended_by:
+    if ran.ended_by in codes:
       code = codes[ran.ended_by]
     elif ran.stderr.status is not None:
       code = ran.stderr.status
@@ -310,8 +309,12 @@ class ContainerSandbox:
       elif ran.returncode in (126, 127, 137):
         stderr += ran.stderr.preface()
         code = ran.returncode
+      elif await self._starts_programs():
+        stderr += f'{self._engine}: no shell runs in the container\n'
+        code = 137
       else:
-        words = ran.stderr.preface().strip()[-400:]
+        late = f'no start in {engines.START_S:g} s' if ran.ended_by else ''
+        words = late or ran.stderr.preface().strip()[-400:]
         raise api.SandboxError(f'{self._engine} exec: {words}')
     return api.ExecResult(
       returncode=code,
@@ -326,6 +329,24 @@ class ContainerSandbox:
   async def _running(self) -> bool:
     question = 'container', 'inspect', '--format={{.State.Running}}', self._live.name
     return await engines.checked(self._engine, *question) == 'true'
+
+  async def _starts_programs(self) -> bool:
+    """Whether the engine works, so that files of the container are at fault.
+
+    It is asked for a program that nobody can have put there, and says so. It reads the
+    accounts, and waits if they are a pipe.
+    """
+    for accounts in ('etc/passwd', 'etc/group'):
+      with contextlib.suppress(FileNotFoundError):
+        try:
+          self._live.tree.read(accounts, _MAX_ACCOUNTS_BYTES)
+        except api.SandboxPathError:
+          return True
+    absent = f'/{secrets.token_hex(16)}'
+    done = await engines.run(
+      self._engine, 'exec', '--user=0:0', self._live.name, absent
+    )
+    return done.returncode in (126, 127)
 
   async def kill_processes(self) -> None:
     """Kills all processes but the main one. On return they have ended.

@@ -62,6 +62,8 @@ def options(
     made += ['--cpus', str(cpus)]
   if engine == 'podman':
     made += ['--uidmap', UIDS, '--gidmap', UIDS]
+    # Neither variables of this process nor volumes, which a fork would not have.
+    made += ['--http-proxy=false', '--image-volume=ignore']
   return made
 
 

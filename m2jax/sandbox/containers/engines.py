@@ -147,13 +147,22 @@ def start(engine: str, *arguments: str) -> Process:
   return Process((engine, *arguments), environment())
 
 
-async def run(engine: str, *arguments: str, timeout_s: float = START_S) -> Done:
-  """Runs a command of the engine to its end; keeps the last bytes of its output."""
+async def run(
+  engine: str, *arguments: str, timeout_s: float = START_S, offline: bool = False
+) -> Done:
+  """Runs a command of the engine to its end; keeps the last bytes of its output.
+
+  Args:
+    engine, arguments: the command.
+    timeout_s: time for it.
+    offline: in a network namespace with nothing in it.
+  """
+  command = *(('unshare', '--net') if offline else ()), engine, *arguments
   kept = _Tail(), _Tail()
   late, code = False, -1
   try:
     async with asyncio.timeout(timeout_s):
-      code = await start(engine, *arguments).communicate(*(k.add for k in kept))
+      code = await start(*command).communicate(*(k.add for k in kept))
   except TimeoutError:
     late = True
   return Done(code, *(k.text() for k in kept), late)

@@ -26,8 +26,16 @@ from m2jax.sandbox.containers.engines import unavailable as unavailable
 
 _NAME = 'localhost/m2jax/built'
 _WAIT_S = 0.1  # between attempts at a lock that another builder holds
-_FROM = re.compile(r'^(\s*FROM\s+(?:--\S+\s+)*)(\S+)', re.IGNORECASE | re.MULTILINE)
-_COPY_FROM = re.compile(r'(^\s*COPY\s[^\n]*--from=)(\S+)', re.IGNORECASE | re.MULTILINE)
+_LINES = re.IGNORECASE | re.MULTILINE
+_FROM = re.compile(r'^([ \t]*FROM[ \t]+(?:--\S+[ \t]+)*)(\S+)', _LINES)
+_STAGE = re.compile(r'^[ \t]*FROM[ \t][^\n]*[ \t]AS[ \t]+(\S+)', _LINES)
+_COPY_FROM = re.compile(r'(^[ \t]*COPY[ \t][^\n]*--from=)(\S+)', _LINES)
+# What no task needs: a cache is another build's, and other mounts, or a cache's id,
+# lead podman 4.3 to files of this machine (CVE-2024-1753, CVE-2024-9675).
+_CACHE = re.compile(r'--mount=(?:\S*,)?type=cache(?:,\S*)?[ \t]')
+_OPTIONS = re.compile('RUN--(mount|network|security|device)', re.IGNORECASE)
+_NOT_STEPS = re.compile(r'^[ \t]*#.*$', re.MULTILINE)
+_MAX_DOCKERFILE_BYTES = 1 << 20
 
 
 class BuildFailed(api.SandboxError):
@@ -56,7 +64,7 @@ async def build(
     engine: 'podman' or 'docker'.
     dockerfile: path in it.
     network: network of its steps: 'host', 'none', or a network of the engine. A step
-      sees all that its network reaches.
+      sees all that its network reaches. Images that it begins with are pulled.
     timeout_s: time for the build.
     replace: image named by FROM or COPY --from -> local image to take instead.
     args: build arguments.
@@ -72,11 +80,23 @@ async def build(
     file = copy / dockerfile
     if file.is_symlink() or not file.is_file():
       raise BuildFailed(f'{context}: no file {dockerfile}')
-    text, bases = _replaced(file.read_text(errors='surrogateescape'), replace or {})
+    if file.stat().st_size > _MAX_DOCKERFILE_BYTES:
+      raise BuildFailed(f'{file.name}: more than {_MAX_DOCKERFILE_BYTES} bytes')
+    text = _checked(file.read_text(errors='surrogateescape'), f'{context}/{dockerfile}')
+    text, bases = _replaced(text, replace or {})
+    file.write_text(text, errors='surrogateescape')
+    # By its name podman may have cpp read it, which includes files of this machine.
+    file = Path(place, 'Dockerfile')
     file.write_text(text, errors='surrogateescape')
     parts = [_hash(copy), engine, network, dockerfile, *sorted((args or {}).items())]
+    offline = engine == 'podman' and network == 'none'
+    stages = {*_STAGE.findall(text), 'scratch'}
     for base in bases:
-      parts.append((base, await _id(engine, base)))
+      found = await _id(engine, base)
+      if offline and not found and base not in stages and not base.startswith('-'):
+        await engines.run(engine, 'pull', '--quiet', base, timeout_s=timeout_s)
+        found = await _id(engine, base)
+      parts.append((base, found))
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     image = f'{_NAME}:{digest}'
     async with _locked(engine, digest):
@@ -88,12 +108,27 @@ async def build(
 async def _build(engine, image, copy, file, network, args, timeout_s) -> None:
   options = ['--network', network, '--file', str(file), '--tag', image]
   options += [f'--build-arg={key}={value}' for key, value in args.items()]
-  done = await engines.run(engine, 'build', *options, str(copy), timeout_s=timeout_s)
+  # Otherwise ADD fetches what this machine reaches, whatever the network of the steps.
+  offline = engine == 'podman' and network == 'none'
+  options += ['--http-proxy=false'] * offline
+  done = await engines.run(
+    engine, 'build', *options, str(copy), timeout_s=timeout_s, offline=offline
+  )
   if done.late:
     raise BuildFailed(f'{engine} build: no end in {timeout_s:g} s')
   if done.returncode:
     words = (done.stdout + done.stderr).strip()[-800:]
     raise BuildFailed(f'{engine} build: {words}')
+
+
+def _checked(text: str, where: str) -> str:
+  """A Dockerfile without caches. Raises BuildFailed for other options of RUN."""
+  text = _CACHE.sub('', text)
+  # As engines join lines, and at least as closely.
+  joined = re.sub(r'[\s\\`]', '', _NOT_STEPS.sub('', text))
+  if found := _OPTIONS.search(joined):
+    raise BuildFailed(f'{where}: RUN --{found[1]} is not supported: remove it')
+  return text
 
 
 def _replaced(text: str, replace: Mapping[str, str]) -> tuple[str, list[str]]:

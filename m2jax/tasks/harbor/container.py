@@ -15,6 +15,8 @@ in each. The reward is /logs/verifier/reward.json, an object with a number `rewa
 with one number alone, or else the number in reward.txt; the status of test.sh does not
 count. As in Harbor a trial without a reward, or beyond the time of its verifier, is an
 error: the attempt is not judged, neither as 0 nor as 1. So is a reward outside [0, 1].
+But an agent must not choose that its attempt is not judged: if the same task has a
+reward in containers where no agent has worked, the attempt has failed.
 """
 
 from __future__ import annotations
@@ -303,6 +305,27 @@ async def _laid_out(run: Run, box, folder: str, script: str) -> None:
 
 async def judged(run: Run, environment: Environment) -> verifier.Verdict:
   """The verdict on what the agent left in its container; see the module."""
+  found = await _judged(run, environment)
+  if found.outcome != verifier.INVALID or not await _is_sound(run):
+    return found
+  if not found.wall_s:  # test.sh did not run, maybe by the machine
+    found = await _judged(run, environment)
+  if found.outcome == verifier.INVALID:
+    reason = f'{found.reason}; without the agent there is a reward'
+    return dataclasses.replace(found, outcome=verifier.FAILED, reason=reason)
+  return found
+
+
+async def _is_sound(run: Run) -> bool:
+  """Whether the task has a reward if no agent has worked."""
+  try:
+    async with opened(run, lambda box: None) as untouched:
+      return (await _judged(run, untouched)).outcome != verifier.INVALID
+  except (BadTask, sandbox.SandboxError, OSError):
+    return False
+
+
+async def _judged(run: Run, environment: Environment) -> verifier.Verdict:
   try:
     async with _where(run, environment) as (box, bundled):
       return await _tested(run, box, bundled)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from m2jax.checks import check_type
-from m2jax.tasks.harbor import compose
+from m2jax.tasks.harbor import compose, standard
 from m2jax.text import strict_json
 
 # Where Harbor has its directories in a container, by its variables.
@@ -37,7 +37,7 @@ _IGNORED = (
 _LOGS = ('/logs', '/logs/verifier', '/logs/agent', '/logs/artifacts')
 _TEMPLATE = re.compile(
   r'\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_]\w*)'
-  r'|\{(?P<name>[A-Za-z_]\w*)(?::?-(?P<default>[^}]*))?\})'
+  r'|\{(?P<name>[A-Za-z_]\w*)(?::?-(?P<default>[^{}]*))?\})'
 )
 _NAME = re.compile('[A-Za-z_][A-Za-z0-9_]*')
 _SLEEPS = re.compile(r'(sleep (infinity|inf|[0-9]+[smhd]?)|tail -f /dev/null);?')
@@ -87,6 +87,7 @@ def parse(text: str, variables: Mapping[str, str]) -> Service:
     table = yaml.safe_load(text)
   except yaml.YAMLError as error:
     raise ValueError(f'not YAML: {" ".join(str(error).split())}') from None
+  _check_keys(table)
   strict_json.check(table)
   check_type(table, 'Mapping[str, Any]', 'the file')
   for name in ('networks', 'volumes', 'secrets', 'configs', 'include'):
@@ -104,6 +105,15 @@ def parse(text: str, variables: Mapping[str, str]) -> Service:
   return _main(_filled(main, {**VARIABLES, **variables}), variables)
 
 
+def _check_keys(value: Any) -> None:
+  items = value.values() if isinstance(value, dict) else value
+  for key in value if isinstance(value, dict) else ():
+    if not isinstance(key, str):
+      raise ValueError(f'the key {reprlib.repr(key)}: must be text')
+  for item in items if isinstance(value, dict | list) else ():
+    _check_keys(item)
+
+
 def _filled(value: Any, variables: Mapping[str, str]) -> Any:
   """A tree whose texts have values in place of their variables."""
   if isinstance(value, dict):
@@ -113,15 +123,20 @@ def _filled(value: Any, variables: Mapping[str, str]) -> Any:
   if not isinstance(value, str):
     return value
 
+  left = _MAX_TEXT - len(value)
+
   def of(match):
+    nonlocal left
     if match['escaped']:
       return '$'
-    return variables.get(match['plain'] or match['name']) or match['default'] or ''
+    name = match['plain'] or match['name']
+    found = variables.get(name) or match['default'] or ''
+    left -= len(found)
+    if left < 0:
+      raise ValueError(f'a text of more than {_MAX_TEXT} characters with its variables')
+    return found
 
-  filled = _TEMPLATE.sub(of, value)
-  if len(filled) > _MAX_TEXT:
-    raise ValueError(f'a text of more than {_MAX_TEXT} characters')
-  return filled
+  return _TEMPLATE.sub(of, value)
 
 
 def _main(main: Mapping[str, Any], variables: Mapping[str, str]) -> Service:
@@ -138,17 +153,17 @@ def _main(main: Mapping[str, Any], variables: Mapping[str, str]) -> Service:
         network = 'none' if value == 'none' else ''
       case _ if name not in _USED + _IGNORED and value:
         raise ValueError(f'{where}.{reprlib.repr(name)}: not supported: remove it')
-  for name in ('image', 'working_dir'):
-    check_type(main.get(name), 'str | None', f'{where}.{name}')
-  user = main.get('user')
+  workdir = standard.workdir(main, 'working_dir', where)
+  image = standard.image(main, 'image', where)
+  user = standard.user(main, where)
   context, dockerfile = _build(main.get('build'), f'{where}.build')
   return Service(
-    image='' if main.get('build') else main.get('image') or '',
+    image='' if main.get('build') else image,
     context=context,
     dockerfile=dockerfile,
     env=_environment(main.get('environment'), f'{where}.environment', variables),
-    workdir=main.get('working_dir') or '',
-    user='' if user is None else str(user),
+    workdir=workdir,
+    user=user or '',
     command=_command(main.get('command'), f'{where}.command'),
     network=network,
   )

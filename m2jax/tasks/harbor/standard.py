@@ -29,7 +29,7 @@ _SIZE = re.compile(r'\s*([0-9]+(?:\.[0-9]+)?)\s*([GMK])\s*', re.IGNORECASE)
 _VARIABLE = re.compile('[A-Za-z_][A-Za-z0-9_]*')
 _PAIR = re.compile('[^=]+=[^=]+')
 _TEMPLATE = re.compile(r'\$\{([^}:]+)(?::-(.*))?\}', re.DOTALL)
-_USER = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}')
+_USER = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}(:[0-9]{1,9})?')
 _FAMILY = re.compile('[A-Za-z0-9][A-Za-z0-9_.-]{0,47}')
 
 
@@ -213,12 +213,12 @@ def parse(table: Mapping[str, Any], ceilings: Ceilings) -> Settings:
     family=family if named else 'harbor',
     machine=machine,
     agent_s=_seconds(agent, 'timeout_sec', 'agent', None, ceilings, 'agent_s'),
-    agent_user=_user(agent, 'agent'),
+    agent_user=user(agent, 'agent'),
     agent_network=_network(agent, 'agent', ''),
     verifier_s=_seconds(
       verifier, 'timeout_sec', 'verifier', _DEFAULT_S, ceilings, 'wall_s'
     ),
-    verifier_user=_user(verifier, 'verifier'),
+    verifier_user=user(verifier, 'verifier'),
     verifier_network=_network(verifier, 'verifier', ''),
     verifier_env=_env(verifier, 'verifier'),
     solution_env=_env(solution, 'solution'),
@@ -290,7 +290,8 @@ def _seconds(table, name, where, default, ceilings, most: str) -> float | None:
   return float(found)
 
 
-def _user(table, where: str) -> str | None:
+def user(table, where: str) -> str | None:
+  """The name or number of a user; None if the task does not say."""
   found = table.get('user')
   if found is None:
     return None
@@ -369,30 +370,38 @@ def _machine(table, where: str, ceilings: Ceilings) -> Machine:
   if cpus is not None:
     check_ceiling(cpus, ceilings, 'cpus', f'{where}.cpus')
   build_s = _seconds(table, 'build_timeout_sec', where, _DEFAULT_S, ceilings, 'build_s')
-  workdir = _text(table, 'workdir', where)
-  if workdir and not _is_absolute(workdir):
-    raise ValueError(
-      f'{where}.workdir is {reprlib.repr(workdir)}: must be an absolute path, without '
-      "'.' or '..'"
-    )
   return Machine(
-    image=_image(_text(table, 'docker_image', where), f'{where}.docker_image'),
+    image=image(table, 'docker_image', where),
     build_s=build_s,
     cpus=cpus,
     memory_bytes=_bytes(table, 'memory', where, ceilings, 'memory_bytes'),
     storage_bytes=_bytes(table, 'storage', where, ceilings, 'storage_bytes'),
     network=_network(table, where, 'public'),
     env=_env(table, where),
-    workdir=workdir,
+    workdir=workdir(table, 'workdir', where),
     healthcheck=_healthcheck(table, where, ceilings),
   )
 
 
-def _image(name: str, field: str) -> str:
+def image(table, name: str, where: str) -> str:
   """The name of an image, which no program can take for an option or a path."""
-  if name and not re.fullmatch('[a-z0-9][A-Za-z0-9._/:@-]{0,254}', name):
-    raise ValueError(f'{field} is {reprlib.repr(name)}: must be the name of an image')
-  return name
+  found = _text(table, name, where)
+  if found and not re.fullmatch('[a-z0-9][A-Za-z0-9._/:@-]{0,254}', found):
+    raise ValueError(
+      f'{where}.{name} is {reprlib.repr(found)}: must be the name of an image'
+    )
+  return found
+
+
+def workdir(table, name: str, where: str) -> str:
+  """A directory in a container; '' if the task does not say."""
+  found = _text(table, name, where)
+  if found and not _is_absolute(found):
+    raise ValueError(
+      f'{where}.{name} is {reprlib.repr(found)}: must be an absolute path, without '
+      "'.' or '..'"
+    )
+  return found
 
 
 def _healthcheck(table, where: str, ceilings: Ceilings) -> Healthcheck | None:
@@ -450,7 +459,7 @@ def _collect(verifier, ceilings: Ceilings) -> tuple[Collect, ...]:
     if not command.strip():
       raise ValueError(f'{where}.command is missing')
     limit_s = _seconds(entry, 'timeout_sec', where, 60.0, ceilings, 'wall_s')
-    found.append(Collect(command, limit_s, _user(entry, where)))
+    found.append(Collect(command, limit_s, user(entry, where)))
   return tuple(found)
 
 

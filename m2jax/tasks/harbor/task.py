@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import json
 import random
+import reprlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,8 +274,10 @@ def make(spec: str) -> HarborTask:
     given = json.loads(changes or '{}')
     containers = standard.Containers(**given.pop('containers', {}))
     ceilings = schema.Ceilings(**given)
-  except (AttributeError, TypeError, ValueError) as error:
-    raise ValueError(f'{spec!r} has no ceilings of Harbor tasks: {error}') from error
+  except (AttributeError, RecursionError, TypeError, ValueError) as error:
+    raise ValueError(
+      f'{reprlib.repr(spec)} has no ceilings of Harbor tasks: {error}'
+    ) from error
   path = directory_lib.locate(Path(dataset), parts[1], parts[2])
   found = directory_lib.read(path, ceilings)
   return of_directory(found, spec, parts[1], containers)

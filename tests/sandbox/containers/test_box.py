@@ -6,6 +6,7 @@ import asyncio
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -79,6 +80,20 @@ def test_ending_the_container_is_the_commands_failure(box, run):
     result = run(tested.exec('echo x'))
     assert (result.returncode, result.stdout) == (137, '')
   assert run(tested.read('/etc/passwd'))
+
+
+@pytest.mark.parametrize('status', [1, 125])
+def test_a_shell_that_the_agent_made_is_its_own_failure(box, run, status):
+  tested = box()
+  shell = f'rm /usr/bin/sh; printf "#!/usr/bin/bash\\nexit {status}" > /usr/bin/sh'
+  run(tested.exec(f'{shell}; chmod +x /usr/bin/sh'))
+  assert run(tested.exec('true')).returncode == 137
+
+
+def test_variables_of_this_process_are_not_seen(image, make, run, monkeypatch):
+  monkeypatch.setitem(engines.environment(), 'HTTP_PROXY', 'http://user:secret@proxy')
+  tested = make(backend='podman', image=image, limits=_LIMITS)
+  assert 'secret' not in run(tested.exec('env')).stdout
 
 
 def test_an_engine_that_fails_is_not_a_result(box, run, podman):
@@ -291,6 +306,52 @@ def test_links_of_a_context_do_not_lead_out(run, image, tmp_path):
   (context / 'l').symlink_to(tmp_path / 'secret')
   with pytest.raises(images.BuildFailed):
     run(images.build(context, network='none'))
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    '--mount=type=bind,from=s,source=/l,target=/mnt',
+    '--mount=type=cache,id=../../x,target=/m --mount=target=/mnt',
+    '--mo\\\n# a comment\n\nunt=type=bind,from=s,source=/l,target=/mnt',
+    '--network=host',
+  ],
+)
+def test_a_step_reaches_neither_this_machine_nor_other_builds(
+  run, image, tmp_path, options
+):
+  """A stage whose link is mounted is this machine's root, CVE-2024-1753."""
+  steps = f'FROM {image} AS s\nRUN ln -s / /l\nFROM {image}\nRUN {options} ls /mnt\n'
+  context = _context(tmp_path / 'c', steps)
+  with pytest.raises(images.BuildFailed, match='RUN --(mount|network) is not'):
+    run(images.build(context, network='none'))
+
+
+def test_a_build_without_a_network_fetches_nothing(run, image, tmp_path, monkeypatch):
+  monkeypatch.setitem(engines.environment(), 'HTTP_PROXY', 'http://user:secret@proxy')
+  steps = f'FROM {image}\nRUN --mount=type=cache,target=/c ! env | grep secret\n'
+  assert run(images.build(_context(tmp_path / 'a', steps), network='none'))
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    server.settimeout(0)
+    url = f'http://127.0.0.1:{server.getsockname()[1]}/metrics'
+    context = _context(tmp_path / 'b', f'FROM {image}\nADD {url} /x\n')
+    with pytest.raises(images.BuildFailed, match='network is unreachable'):
+      run(images.build(context, network='none'))
+    with pytest.raises(BlockingIOError):
+      server.accept()
+
+
+def test_a_dockerfile_is_no_input_of_cpp(run, image, tmp_path):
+  (tmp_path / 'secret').write_text('RUN echo secret\n')
+  steps = f'FROM {image}\n#include "{tmp_path}/secret"\nRUN exit 3\n'
+  context = _context(tmp_path / 'c', '', **{'a.in': steps})
+  with pytest.raises(images.BuildFailed) as failed:
+    run(images.build(context, network='none', dockerfile='a.in'))
+  assert 'echo secret' not in str(failed.value)
+
+
+def test_a_dockerfile_of_empty_lines_takes_no_time():
+  assert images._replaced('\n' * 500_000 + 'FROM a\n', {})[1] == ['a']
 
 
 def test_old_images_are_pruned_and_never_those_of_others(run, image, tmp_path, podman):
