@@ -41,8 +41,10 @@ def get_config(variant: str = 'verifiers') -> ml_collections.ConfigDict:
     raise ValueError(
       f'unknown variant {variant!r}: want verifiers, openenv, or one with _smoke'
     )
-  c = forge.get_config(smoke)
-  c.model = dataclasses.asdict(dataclasses.replace(model_config.tiny(), num_layers=2))
+  c, layers = forge.get_config(smoke), 1 if smoke else 2
+  c.model = dataclasses.asdict(
+    dataclasses.replace(model_config.tiny(), num_layers=layers)
+  )
   c.mesh.expert = 1
   del c.tasks, c.teacher
   c.tasks = dict(kind=kind, max_turns=6)
@@ -56,7 +58,7 @@ def get_config(variant: str = 'verifiers') -> ml_collections.ConfigDict:
     c.eval_tasks, c.dev_tasks = 0, 1
     c.sft.update(demonstrations=2, tokens_per_step=512, row_tokens=512)
     c.sft.loop.update(steps=24, checkpoint_every=24)
-    c.rl.update(steps=2, max_items=2, groups_per_step=1, group_size=4, capacity=1)
+    c.rl.update(steps=2, max_items=2, groups_per_step=1, group_size=3, capacity=1)
     c.rl.update(dev_every=0, refill_factor=1.0)
     c.rl.learner.update(row_tokens=1024, row_terms=1024)
     # So short an SFT leaves texts that differ; successes differ in their time, too.

@@ -182,7 +182,7 @@ class ContainerSandbox:
   ) -> api.ExecResult:
     """Runs a bash command, or one of sh without bash; commands run sequentially.
 
-    What it leaves in the background goes on, as in any container, until
+    What it leaves in the background continues, as in any container, until
     `kill_processes`. A timeout, too much output or cancellation kills all processes
     but the main one; after cancellation the next call waits for this.
 

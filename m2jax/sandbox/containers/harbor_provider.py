@@ -152,7 +152,7 @@ class HarborSandbox:
     """Runs a bash command; see `ContainerSandbox.exec`.
 
     A timeout kills the command's process group. Cancellation stops waiting: the command
-    goes on until its time is over.
+    continues until its time is over.
     """
     if timeout_s is not None and not timeout_s > 0:
       raise ValueError(f'timeout_s={timeout_s!r}: must be a positive number')
