@@ -41,8 +41,10 @@ def get_config(variant: str = 'verifiers') -> ml_collections.ConfigDict:
     raise ValueError(
       f'unknown variant {variant!r}: want verifiers, openenv, or one with _smoke'
     )
-  c = forge.get_config(smoke)
-  c.model = dataclasses.asdict(dataclasses.replace(model_config.tiny(), num_layers=2))
+  c, layers = forge.get_config(smoke), 1 if smoke else 2
+  c.model = dataclasses.asdict(
+    dataclasses.replace(model_config.tiny(), num_layers=layers)
+  )
   c.mesh.expert = 1
   del c.tasks, c.teacher
   c.tasks = dict(kind=kind, max_turns=6)
@@ -51,12 +53,16 @@ def get_config(variant: str = 'verifiers') -> ml_collections.ConfigDict:
   c.episodes.agent.update(system='Use the tools.', max_tokens=64)
   c.rl.partial_credit = 0.0
   c.sft.families = {}
-  if smoke:
-    c.engine.contexts = (768,)
-    c.eval_tasks = c.dev_tasks = 2
-    c.sft.demonstrations = 6
-    c.sft.loop.update(steps=60, checkpoint_every=30)
+  if smoke:  # few episodes: of verifiers, each starts a process that imports it
+    c.engine.update(slots=8, decode_rows=(8,), contexts=(512,), context_tokens=512)
+    c.eval_tasks, c.dev_tasks = 0, 1
+    c.sft.update(demonstrations=2, tokens_per_step=512, row_tokens=512)
+    c.sft.loop.update(steps=24, checkpoint_every=24)
+    c.rl.update(steps=2, max_items=2, groups_per_step=1, group_size=3, capacity=1)
     c.rl.update(dev_every=0, refill_factor=1.0)
+    c.rl.learner.update(row_tokens=1024, row_terms=1024)
+    # So short an SFT leaves texts that differ; successes differ in their time, too.
+    c.rl.learner.reward.beta = 0.1
     if kind == 'verifiers':
       c.tasks.update(env='counter-tool-v1', shared=True)
       c.teacher.script = COUNTER

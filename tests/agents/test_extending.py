@@ -194,7 +194,7 @@ def test_demonstrations_from_outside_are_chats(mylab, tmp_path):
       'tasks',
       'terminals',
       r'tasks.kind=.terminals.: no module m2jax.tasks.terminals; .*\(harbor, terminal\)'
-      r', an entry point of the group m2jax.tasks \(bfcl, clicks, .*, repair\)',
+      r', an entry point of the group m2jax.tasks \(bfcl, clicks, .*, verifiers\)',
     ),
     ('tasks', 'mylab.nothing', 'tasks.kind=.mylab.nothing.: no module'),
     ('teacher', 'mylab.chatter', 'teacher.kind=.mylab.chatter.: .* has no teacher'),

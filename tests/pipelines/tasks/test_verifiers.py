@@ -235,7 +235,7 @@ def test_users_and_refusals_of_published_environments(python):
 @pytest.mark.long
 def test_forge_trains_on_one(python, tmp_path):
   """configs/environments.py:verifiers_smoke: demonstrations are verified by the
-  environment's rewards, RL's episodes call its tools, and a few updates are made."""
+  environment's rewards, RL's episodes call its tools, and their rewards train."""
   jobs.run_module(
     'experiments.forge',
     '--config=configs/environments.py:verifiers_smoke',
