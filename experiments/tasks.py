@@ -6,9 +6,9 @@ r"""What is in a dataset of Harbor tasks, whether it works, and one task by hand
 
 `list` reads every task.toml and runs nothing. `check` builds each task's image and runs
 it twice: its solution must get the reward 1, and no work at all less than 1. It exits
-with 1 unless that is so for all; the same command continues, and repeats nothing that has
-passed with the same files and settings. `try` opens a task's container in a shell, and
-judges what was done when the shell ends. docs/harbor.md.
+with 1 unless that is so for all; the same command continues, and repeats nothing that
+has passed with the same files and settings. `try` opens a task's container in a shell,
+and judges what was done when the shell ends. docs/harbor.md.
 """
 
 from __future__ import annotations
