@@ -95,9 +95,12 @@ class Process:
   """
 
   def __init__(self, command: Sequence[str], env: Mapping[str, str], keep=()):
+    # podman's monitor leaves a file `oom` where it runs.
+    place = os.path.dirname(env.get('CONTAINERS_CONF', '')) or None
     self._popen = subprocess.Popen(
       command,
       env=env,
+      cwd=place,
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,

@@ -144,7 +144,9 @@ def test_a_fork_bomb_is_the_commands_failure(box, run):
   tested = box(processes=20)
   result = run(tested.exec('f() { f | f & }; f; sleep 1', 5.0))
   assert isinstance(result, sandbox.ExecResult)
-  assert run(tested.exec('echo alive')).stdout == 'alive\n'
+  # In a container its processes may still be ending.
+  alive = (run(tested.exec('echo alive')).stdout == 'alive\n' for _ in range(20))
+  assert any(alive)
 
 
 def test_memory_is_limited(box, run):
