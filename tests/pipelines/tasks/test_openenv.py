@@ -359,7 +359,7 @@ def echo(request, tmp_path_factory):
     server.communicate()
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_an_environment_that_openenv_serves(echo):
   """The template of `openenv init`: ten characters are worth 1."""
   config = openenv.Config(url=echo, sessions=4)
@@ -384,7 +384,7 @@ def test_an_environment_that_openenv_serves(echo):
   assert 'VALIDATION_ERROR' in contents[1] and verdict == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_forge_trains_on_it(echo, tmp_path):
   """configs/environments.py:openenv_smoke: demonstrations are played on the server and
   rewarded by it; RL's episodes call its tool, and their rewards train."""

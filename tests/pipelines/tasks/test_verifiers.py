@@ -196,7 +196,7 @@ def real(python, env, turns, **fields):
   return asyncio.run(run())
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_tools_of_a_published_environment(python):
   """verifiers' own `counter-tool-v1`: a tool server counts calls, a reward reads the
   count; also if the turns end first."""
@@ -214,7 +214,7 @@ def test_tools_of_a_published_environment(python):
   assert followed[-1] is None and verdict == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_users_and_refusals_of_published_environments(python):
   """A scripted user goes on after an answer; what is not played is refused by name."""
   environment, followed, verdict = real(
@@ -232,7 +232,7 @@ def test_users_and_refusals_of_published_environments(python):
       real(python, env, [])
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_forge_trains_on_one(python, tmp_path):
   """configs/environments.py:verifiers_smoke: demonstrations are verified by the
   environment's rewards, RL's episodes call its tools, and their rewards train."""
