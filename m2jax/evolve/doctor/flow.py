@@ -159,9 +159,7 @@ def _evaluated(history: History, first_s: float, last_s: float) -> bool:
 
 def infrastructure(phase: Phase) -> Iterator[Finding]:
   """A share of trajectories that end as infrastructure failures."""
-  names = 'trajectories', 'trajectories_masked'
-  at = np.intersect1d(*(phase.finite(name)[0] for name in names))
-  total, masked = (phase.series[name][at].astype(np.float64) for name in names)
+  at, (total, masked) = phase.all_finite('trajectories', 'trajectories_masked')
   share = masked / np.maximum(total, 1)
   for first, last in robust.sustained(share, AFTER, MASKED)[:1]:
     lost = masked[first : last + 1].sum()
@@ -182,11 +180,10 @@ def lost_work(phase: Phase) -> Iterator[Finding]:
     ('failed_items', 'pool/failed', 'items fail', FAILED),
     ('dead_worker', 'pool/reissued', 'attempts are lost', LOST),
   ):
-    at = np.intersect1d(phase.finite(name)[0], phase.finite('pool/taken')[0])
+    at, (counter, taken) = phase.all_finite(name, 'pool/taken')
     if len(at) <= CADENCE:
       continue
-    lost = _increments(phase.series[name][at])
-    taken = _increments(phase.series['pool/taken'][at])
+    lost, taken = _increments(counter), _increments(taken)
     ones = np.ones(CADENCE)
     lost_in, taken_in = (np.convolve(y, ones, 'valid') for y in (lost, taken))
     share = lost_in / np.maximum(lost_in + taken_in, 1)
@@ -200,23 +197,19 @@ def lost_work(phase: Phase) -> Iterator[Finding]:
         f'{lost[first : last + 1].sum():.0f} {words} while '
         f'{taken[first : last + 1].sum():.0f} items are taken',
         phase,
-        *(name, at, phase.series[name][at].astype(np.float64), part, None),
+        *(name, at, counter, part, None),
         f'more than {bound:.0%} over {CADENCE} records',
       )
 
 
 def _increments(counter: np.ndarray) -> np.ndarray:
   """What a counter gained from record to record; a restart sets it to 0."""
-  return np.maximum(np.diff(counter.astype(np.float64)), 0)
+  return np.maximum(np.diff(counter), 0)
 
 
 def waiting(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
   """A learner that waits: for a window of stragglers, or after it did not before."""
-  names = 'wait_s', 'step_s', 'pool/completed'
-  at = phase.finite(names[0])[0]
-  for name in names[1:]:
-    at = np.intersect1d(at, phase.finite(name)[0])
-  wait, step, completed = (phase.series[name][at].astype(np.float64) for name in names)
+  at, (wait, step, completed) = phase.all_finite('wait_s', 'step_s', 'pool/completed')
   share = wait / np.maximum(step, 1e-9)
   capacity = settings.number(config, 'rl.capacity')
   if not capacity or capacity < 4:
@@ -265,11 +258,9 @@ def storage(history: History) -> Iterator[Finding]:
 
 def forks(phase: Phase) -> Iterator[Finding]:
   """Requests that stop extending what was recorded: more forks per trajectory."""
-  names = 'gateway/forks', 'trajectories'
-  at = np.intersect1d(*(phase.finite(name)[0] for name in names))
+  at, (counted, trajectories) = phase.all_finite('gateway/forks', 'trajectories')
   if len(at) < 2:
     return
-  counted, trajectories = (phase.series[name][at].astype(np.float64) for name in names)
   rate = _increments(counted) / np.maximum(trajectories[1:], 1)
   for first, last, bound in robust.shifts(
     rate, before=BEFORE, after=AFTER, factor=FORKS_FACTOR, floor=FORKS_LEAST

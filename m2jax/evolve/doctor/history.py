@@ -3,9 +3,10 @@
 Unlike `observe.metrics.read`, which refuses a damaged file, this reads whatever can be
 read and counts the rest: a file that another program damaged is a finding.
 
-Per phase it stores the series of `WANTED` as float32 columns, of at least the newest
-`KEEP_RECORDS` records. Markers void later steps as in `observe.metrics`; a record whose
-step does not follow that of the previous one replaces the records from that step on.
+It reads the newest `MAX_BYTES`. Per phase it stores the series of `WANTED` as float32
+columns, of at least the newest `KEEP_RECORDS` records. Markers void later steps as in
+`observe.metrics`; a record whose step does not follow that of the previous one replaces
+the records from that step on.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import numpy as np
 from m2jax.observe import metrics, names, sample_names
 
 KEEP_RECORDS = 1 << 19  # a run of days; 100 MB with all series
+MAX_BYTES = 512 << 20  # of the end of the file, which is read in seconds
 MAX_LINE_BYTES = 1 << 20  # a record has a few kilobytes
 MAX_NAMES = 64  # names with values that are not finite; bounds a hostile file
 MAX_NOT_FINITE = 1 << 14  # records of each; the first ones are enough
 MAX_DAMAGED = 8  # damaged lines that are quoted
-_LIMIT = 1e30  # of values, so that their squares fit into a float64 and they a float32
 _MAX_STEP = 2**53
+_NESTED = frozenset((dict, list))
 # Phases whose records are a series over steps. Others score a set of documents.
 SERIES_PHASES = ('pretrain', 'frozen', 'sft', 'more_sft', 'rl')
 # The series that detectors read, by their names in `observe.names`.
@@ -80,6 +82,12 @@ class Phase:
       return np.zeros(0, np.int64), np.zeros(0)
     at = np.flatnonzero(np.isfinite(values))
     return at, values[at].astype(np.float64)
+
+  def all_finite(self, *names: str) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The same of several names: indices of the records that have all of them."""
+    columns = [self.series[name] for name in names]
+    at = np.flatnonzero(np.all(np.isfinite(columns), axis=0))
+    return at, [column[at].astype(np.float64) for column in columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +156,10 @@ def read(workdir: str | os.PathLike) -> History:
     return found.history()
   with open(path, 'rb') as file:
     number = 0
+    if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+      file.seek(size - MAX_BYTES)
+      while (line := file.readline(MAX_LINE_BYTES)) and not line.endswith(b'\n'):
+        pass
     while line := file.readline(MAX_LINE_BYTES):
       number += 1
       if not line.endswith(b'\n'):
@@ -171,6 +183,7 @@ class _Columns:
     self.step, self.lineage = array.array('q'), array.array('q')
     self.time_s = array.array('d')
     self.series = {name: array.array('f') for name in (*WANTED, LENGTH)}
+    self.appends = [(name, self.series[name].append) for name in WANTED]
 
   def columns(self) -> list[array.array]:
     return [self.step, self.lineage, self.time_s, *self.series.values()]
@@ -216,9 +229,8 @@ class _Builder:
     lineage, time_s = _whole(record, 'lineage'), record.get('time_s')
     if type(time_s) not in (int, float) or not 0 <= time_s < 1e12:
       raise ValueError('time_s: not a time')
-    for value in record.values():
-      if type(value) in (dict, list):
-        raise ValueError('a value is an object or a list')
+    if not _NESTED.isdisjoint(map(type, record.values())):
+      raise ValueError('a value is an object or a list')
     self._records += 1
     if phase == 'eval':
       self._evaluated_s.append(time_s)
@@ -241,18 +253,17 @@ class _Builder:
     columns.step.append(step)
     columns.lineage.append(lineage)
     columns.time_s.append(time_s)
-    for name in WANTED:
-      value = record.get(name)
-      if value is None:
-        number = math.nan
-      elif type(value) is float or type(value) is int:
-        number = max(-_LIMIT, min(_LIMIT, value))
-        if value in (math.inf, -math.inf):  # such as 1e999
-          number = math.nan
-          self._add_not_finite(phase, name, step, time_s)
-      else:
-        number = math.nan
-      columns.series[name].append(number)
+    get, nan = record.get, math.nan
+    try:
+      for name, append in columns.appends:
+        append(get(name, nan))
+    except (TypeError, OverflowError):  # a null, a text, or an integer of 400 digits
+      for column in columns.series.values():
+        del column[len(columns.step) - 1 :]
+      for name, append in columns.appends:
+        value = get(name)
+        known = type(value) is float or type(value) is int and abs(value) < _MAX_STEP
+        append(value if known else nan)
     columns.series[LENGTH].append(_mean_length(record))
     if len(columns.step) >= 2 * KEEP_RECORDS:
       columns.drop(slice(0, KEEP_RECORDS))
@@ -264,7 +275,7 @@ class _Builder:
     steps, times_s = self._not_finite.setdefault(
       key, (array.array('q'), array.array('d'))
     )
-    if len(steps) < MAX_NOT_FINITE:
+    if len(steps) < MAX_NOT_FINITE:  # steps of a phase increase, or void later ones
       steps.append(step)
       times_s.append(time_s)
 
@@ -283,6 +294,9 @@ class _Builder:
       if columns.step:
         step, lineage, time_s, *series = map(np.array, columns.columns())
         found = dict(zip(columns.series, series, strict=True))
+        for key, values in found.items():  # such as 1e999
+          for i in np.flatnonzero(np.isinf(values))[:MAX_NOT_FINITE]:
+            self._add_not_finite(name, key, int(step[i]), float(time_s[i]))
         phases[name] = Phase(name, step, time_s, lineage, found)
     return History(
       phases=phases,
@@ -311,7 +325,7 @@ def _mean_length(record: dict[str, Any]) -> float:
   total = tokens = 0.0
   for name in record.keys() & _BINS.keys():
     count = record[name]
-    if type(count) in (int, float) and 0 < count < _LIMIT:
+    if type(count) in (int, float) and 0 < count < _MAX_STEP:
       total += count
       tokens += count * _BINS[name]
   return tokens / total if total else math.nan

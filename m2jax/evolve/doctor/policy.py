@@ -120,10 +120,7 @@ def mismatch(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def advantages(phase: Phase) -> Iterator[Finding]:
   """Rewards that are the same for all of a group: solved, unsolved, or otherwise."""
-  have = [phase.finite(name) for name in ('groups', 'groups_zero_advantage')]
-  at = np.intersect1d(have[0][0], have[1][0])
-  groups = phase.series['groups'][at].astype(np.float64)
-  zero = phase.series['groups_zero_advantage'][at].astype(np.float64)
+  at, (groups, zero) = phase.all_finite('groups', 'groups_zero_advantage')
   share = zero / np.maximum(groups, 1)
   for first, last in robust.sustained(share, SATURATED_RECORDS, WITHOUT_ADVANTAGE)[:1]:
     success = phase.series['success'][at[first : last + 1]]
@@ -159,10 +156,8 @@ def success(phase: Phase) -> Iterator[Finding]:
         *('success', at, x, (0, len(x) - 1), early - SUCCESS_LOST),
         f'first quarter − {SUCCESS_LOST:g}, with a trend through all eighths',
       )
-  both = np.intersect1d(at, phase.finite('reward')[0])
+  both, (s, r) = phase.all_finite('success', 'reward')
   if len(both) >= SUCCESS_RECORDS:
-    s = phase.series['success'][both].astype(np.float64)
-    r = phase.series['reward'][both].astype(np.float64)
     if s.std() > 0.01 and r.std() > 0:
       against = float(np.corrcoef(_ranks(s), _ranks(r))[0, 1])
       if against < AGAINST:
@@ -189,7 +184,7 @@ def length(phase: Phase) -> Iterator[Finding]:
   for first, last in robust.sustained(x[EARLY:], RECENT, LONGER * first_level)[:1]:
     first, last = first + EARLY, last + EARLY
     s_at, s = phase.finite('success')
-    before, during = s[s_at < at[EARLY]], s[s_at >= at[first]]
+    before, during = s[s_at < at[first]][-EARLY:], s[s_at >= at[first]]
     if len(before) and len(during) and np.median(during) > np.median(before) + BETTER:
       continue
     yield windows.of_series(
