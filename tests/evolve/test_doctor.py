@@ -11,7 +11,6 @@ import pytest
 
 from experiments import common
 from m2jax import records as records_lib
-from m2jax.config import tiny
 from m2jax.evolve import doctor
 from m2jax.evolve.doctor import history, rules, settings
 from m2jax.pool.data_pool import DataPool
@@ -61,12 +60,12 @@ HOSTILE = {
   'a list': b'[1]\n',
   'deep': b'[' * 100_000 + b'\n',
   'not utf-8': b'\xff\xfe{}\n',
-  'a phase that is a list': b'{"schema":1,"lineage":0,"time_s":1,"phase":[],"step":1}\n',
+  'a phase of a list': b'{"schema":1,"lineage":0,"time_s":1,"phase":[],"step":1}\n',
   'a step of 400 digits': b'{"schema":1,"lineage":0,"time_s":1,"phase":"rl","step":'
   + b'9' * 400
   + b'}\n',
   'a step of 5000 digits': b'{"schema":1,"step":' + b'9' * 5000 + b'}\n',
-  'an object': b'{"schema":1,"lineage":0,"time_s":1,"phase":"rl","step":61,"loss":{}}\n',
+  'an object': b'{"schema":1,"lineage":0,"time_s":1,"phase":"rl","step":1,"x":{}}\n',
   'a marker of nothing': b'{"schema":1,"lineage":0,"time_s":1,"supersedes":[]}\n',
   'a newer schema': b'{"schema":2,"lineage":0,"time_s":1,"phase":"rl","step":61}\n',
   'a line without end': b'{"a":"' + b'x' * (3 << 20) + b'"}\n',
@@ -93,7 +92,7 @@ def test_hostile_values(tmp_path):
   records = runs.rl('white', 0, N)
   records[20]['loss'] = 10**400
   records[21]['entropy'] = 'much'
-  records[22]['success'] = [][:0] or True
+  records[22]['success'] = True
   runs.write(tmp_path, records)
   assert not kinds(tmp_path)
   text = (tmp_path / 'metrics.jsonl').read_text().splitlines()
@@ -274,7 +273,9 @@ def test_proposals_are_valid(config):
       job._build(rules.changed(config, proposal.field, proposal.new))
   rate = config['rl']['optimizer']['muon']['learning_rate']
   field, new = proposed['loss_divergence']
-  assert field == 'rl.optimizer.muon.learning_rate' and new == pytest.approx(rate / 3)
+  assert field == 'rl.optimizer.muon.learning_rate' and new == pytest.approx(
+    rate / 3, rel=0.01
+  )
   # A queue of 2 holds the 2 groups of a step; of one it would not.
   assert proposed['staleness'] == ('rl.capacity', 2)
   smaller = rules.changed(config, 'rl.capacity', 2)
@@ -303,7 +304,6 @@ def test_a_config_of_others_imports_nothing(config, tmp_path, monkeypatch):
 
 def test_the_command(tmp_path, config):
   """Exit status, sentences, JSON; on a workdir that is not written to."""
-  assert tiny().num_experts == 8
   records = runs.rl('white', 0, N)
   for row in records:
     row['progress'] = 1.0

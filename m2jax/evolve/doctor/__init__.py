@@ -167,8 +167,8 @@ def _merged(found: Iterable[Finding]) -> list[Finding]:
       window = x.first_step, x.last_step, x.first_s, x.last_s
     else:
       window = (
-        min(first.first_step, x.first_step or first.first_step),
-        max(first.last_step or 0, x.last_step or 0),
+        min(t for t in (first.first_step, x.first_step) if t is not None),
+        max(t for t in (first.last_step, x.last_step) if t is not None),
         min(t for t in (first.first_s, x.first_s) if t is not None),
         max(t for t in (first.last_s, x.last_s) if t is not None),
       )

@@ -302,7 +302,7 @@ class _Builder:
       phases=phases,
       evaluated_s=np.array(self._evaluated_s),
       not_finite=tuple(
-        NotFinite(*key, len(steps), steps[0], steps[-1], times_s[0], times_s[-1])
+        NotFinite(*key, len(steps), min(steps), max(steps), min(times_s), max(times_s))
         for key, (steps, times_s) in self._not_finite.items()
         if steps
       ),

@@ -58,7 +58,8 @@ def shifts(
   quantile / factor.
 
   Returns:
-    (first index beyond the bound, last one, bound) of each.
+    (first index beyond the bound, last one, bound) of each; it lasts until the level
+    is back within the bound.
   """
   if len(x) < before + after:
     return []
@@ -74,8 +75,13 @@ def shifts(
   found = []
   step = int(starts[1] - starts[0]) if len(starts) > 1 else 1
   for first, last in runs(starts[beyond], gap=after + step):
-    limit = float(bound[np.searchsorted(starts, first)])
-    end = min(last + after, len(x))
+    if found and first <= found[-1][1]:
+      continue
+    i, j = np.searchsorted(starts, (first, last))
+    limit = float(bound[i])
+    # The past of later values has the new level too: it lasts until they come back.
+    back = np.flatnonzero(level[j:] >= limit if down else level[j:] <= limit)
+    end = int(starts[j + back[0]]) + after - 1 if len(back) else len(x)
     outside = x[first:end] < limit if down else x[first:end] > limit
     at = first + np.flatnonzero(outside)
     found.append((int(at[0]), int(at[-1]), limit))
