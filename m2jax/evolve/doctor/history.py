@@ -65,7 +65,7 @@ class Phase:
 
   Attributes:
     name: the phase.
-    step, time_s, lineage: of each record: [n] int64, float64, int64.
+    step, time_s, lineage: those of each record, [n]: int64, float64, int64.
     series: name → [n] float32; NaN where a record does not have a finite value.
   """
 
@@ -95,7 +95,7 @@ class NotFinite:
   """Where values of one name were not finite, in surviving records.
 
   Attributes:
-    phase, name: of the records, and their key.
+    phase, name: the phase of the records, and the key in them.
     count: number of records, at most `MAX_NOT_FINITE`.
     first_step, last_step, first_s, last_s: window.
   """
