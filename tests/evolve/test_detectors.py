@@ -274,3 +274,17 @@ def test_causes_name_fields_that_exist():
     for phase in ('sft', 'rl'):
       field = causes.field_of(template, phase, {})
       assert has(ForgeConfig, field), field
+
+
+def test_counters_of_a_process_begin_anew(diagnose):
+  """A restart sets what a process counts to 0, which loses nothing."""
+  records = runs.rl('white', 0, N)
+  for i, row in enumerate(records):
+    row['pool/reissued'] = 500 if i % 20 < 10 else 0
+    row['gateway/forks'] = 10_000 + i if i < START else i - START
+    row['lineage'] = i // 10
+  found = diagnose([{**row, 'pool/reissued': 0} for row in records])
+  assert not found
+  for i, row in enumerate(records):
+    row['pool/reissued'] = 500 if i < START else 0
+  assert not diagnose(records)

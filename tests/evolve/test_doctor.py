@@ -135,7 +135,8 @@ def test_lines_of_the_log_in_the_window(tmp_path):
   path = tmp_path / 'agents.log'
   path.write_text(
     f'W{early}no sandbox: early\nW{stamp}no sandbox \x1b[2J: \u202e now\n'
-    f'I{stamp}sandbox is fine\nE{stamp}item 3 broke\nE{stamp}item 4 broke\n'
+    f'I{stamp}sandbox is fine\nE{stamp[:-9]}slow_operation_alarm.cc:73] compiling\n'
+    f'E{stamp}item 3 broke\nE{stamp}item 4 broke\n'
   )
   os.utime(path, (records[45]['time_s'] + 60,) * 2)
   found = kinds(tmp_path)
