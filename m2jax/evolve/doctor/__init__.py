@@ -96,11 +96,11 @@ def of_history(
       + printable.one_line('; '.join(records.damage), 600),
       evidence=(finding.evidence('damaged lines', [records.damaged], (), 0.0),),
     )
-  for phase, steps in records.repeated.items():
+  for name, steps in records.repeated.items():
     yield Finding(
       'repeated_steps',
       f'step {steps[0]:,} and others are recorded again without a marker',
-      phase,
+      name,
       min(steps),
       max(steps),
       evidence=(finding.evidence('repeated steps', steps, steps),),

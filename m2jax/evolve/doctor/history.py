@@ -226,7 +226,7 @@ class _Builder:
     phase, step = record.get('phase'), _whole(record, 'step')
     if not isinstance(phase, str) or phase not in names.PHASES:
       raise ValueError('phase: not one of a run')
-    lineage, time_s = _whole(record, 'lineage'), record.get('time_s')
+    lineage, time_s = _whole(record, 'lineage'), record.get('time_s', -1)
     if type(time_s) not in (int, float) or not 0 <= time_s < 1e12:
       raise ValueError('time_s: not a time')
     if not _NESTED.isdisjoint(map(type, record.values())):

@@ -81,12 +81,13 @@ def _time_s(text: str, written_s: float) -> float | None:
   """The time of a line of absl's, which has no year: the last before `written_s`."""
   if not (match := _ABSL.match(text)):
     return None
-  parts = map(int, match.groups())
+  month, day, hour, minute, second = map(int, match.groups())
+  in_year = lambda year: datetime.datetime(year, month, day, hour, minute, second)
   try:
     year = datetime.datetime.fromtimestamp(written_s).year
-    at = datetime.datetime(year, *parts).timestamp()
+    at = in_year(year).timestamp()
     if at > written_s + 86_400:
-      at = datetime.datetime(year - 1, *map(int, match.groups())).timestamp()
+      at = in_year(year - 1).timestamp()
   except (ValueError, OverflowError, OSError):
     return None
   return at

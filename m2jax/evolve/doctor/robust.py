@@ -72,7 +72,7 @@ def shifts(
   else:
     bound = np.maximum(past * factor, floor)
     beyond = level > bound
-  found = []
+  found: list[tuple[int, int, float]] = []
   step = int(starts[1] - starts[0]) if len(starts) > 1 else 1
   for first, last in runs(starts[beyond], gap=after + step):
     if found and first <= found[-1][1]:
