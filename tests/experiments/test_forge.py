@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import common
+from m2jax.evolve import doctor
 from m2jax.observe import metrics, names, plots
 from m2jax.pool import data_pool
 from m2jax.rl import rewards
@@ -33,6 +34,11 @@ def test_ctrl_c_and_the_same_command_again(forged):
   with contextlib.closing(sqlite3.connect(workdir / 'pool.db')) as pool:
     forked = 'SELECT COUNT(*) FROM completions WHERE fork_reason IS NOT NULL'
     assert records[-1]['gateway/forks'] <= pool.execute(forked).fetchone()[0]
+
+
+def test_the_doctor_finds_nothing_in_it(forged):
+  """A short healthy run, stopped and resumed: nothing is wrong with it."""
+  assert not doctor.examine(forged.workdir)
 
 
 def test_its_policy_is_evaluated(forged):

@@ -1,0 +1,183 @@
+"""Detectors of the training itself: loss, gradient, entropy, experts.
+
+Each is a pure function of a phase's records. Thresholds are relative to the run's own
+past; a phase with fewer records than a comparison needs gives no finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from m2jax.evolve.doctor import robust, windows
+from m2jax.evolve.doctor.finding import Evidence, Finding
+from m2jax.evolve.doctor.history import History, Phase
+
+BEFORE = 24  # records of a baseline: its 0.9 quantile is the third largest
+AFTER = 5  # records of a new level: a median of five survives two outliers
+SPIKE_Z = (
+  12.0  # deviations: a heavy-tailed loss (Student, 3 degrees) has 7 in thousands
+)
+SPIKE_FLOOR = (
+  0.04  # of the median: a converged loss hardly varies, and 1.5 × it matters
+)
+GRADIENT_FACTOR = 4.0  # above the baseline's 0.9 quantile: gradient noise is log-normal
+DIVERGED = 1.5  # × the best level: noise and schedules change a loss by a few per cent
+COLLAPSED = 0.12  # × the first entropy: learning sharpens a policy to a third or so
+EXPLODED = 3.0  # × the first entropy, and more than EXPLODED_NATS above it
+EXPLODED_NATS = 0.5
+EARLY = 16  # records that make the first level of a phase
+RECENT = 8  # records that make a level which is compared with it
+IMBALANCE_FACTOR = 3.0  # × the best level of the phase
+IMBALANCE = 1.0  # at least: the busiest expert has twice the mean load
+STUCK_IMBALANCE = 1.5  # a load that bias updates should have levelled
+STUCK_RECORDS = 64  # in which 1e-3 a step moves a bias by many typical score gaps
+SKIPPED = 3  # updates: fewer are an unlucky batch, which skipping is for
+_CRITICAL = ('loss', 'grad_norm', 'entropy', 'reward', 'success')
+
+
+def not_finite(history: History) -> Iterator[Finding]:
+  """NaN and infinity in any metric, and updates that were skipped for them."""
+  for found in history.not_finite:
+    if found.name in _CRITICAL or found.count >= SKIPPED:
+      yield Finding(
+        'not_finite',
+        f'{found.name} is not finite in {found.count:,} records',
+        found.phase,
+        found.first_step,
+        found.last_step,
+        found.first_s,
+        found.last_s,
+        (
+          Evidence(found.name, (float(found.count),), (), 0.0, 'every value is finite'),
+        ),
+      )
+  for phase in history.phases.values():
+    at, values = phase.finite('skipped')
+    skipped = np.flatnonzero(values > 0)
+    if values.sum() >= SKIPPED:
+      part = int(skipped[0]), int(skipped[-1])
+      yield windows.of_series(
+        'not_finite',
+        f'{values.sum():.0f} updates were skipped: loss or gradient was not finite',
+        phase,
+        *('skipped', at, values, part, SKIPPED, 'fewer are single unlucky batches'),
+      )
+
+
+def loss(phase: Phase) -> Iterator[Finding]:
+  """Spikes and divergence of a loss in nats; the objective of RL has no such scale."""
+  if phase.name == 'rl':
+    return
+  at, x = phase.finite('loss')
+  for first, last, bound in robust.spikes(
+    x, before=BEFORE, z=SPIKE_Z, floor=SPIKE_FLOOR
+  ):
+    peak = x[first : last + 1].max()
+    yield windows.of_series(
+      'loss_spike',
+      f'the loss rises to {peak:.3g}, above {bound:.3g}',
+      phase,
+      *('loss', at, x, (first, last), bound),
+      f'median of the {BEFORE} records before + {SPIKE_Z:g} robust deviations',
+    )
+  if len(x) < BEFORE + 2 * RECENT:
+    return
+  starts = robust.places(0, len(x) - RECENT)
+  level = robust.moving_quantile(x, RECENT, 0.5, starts)
+  best = np.minimum.accumulate(level)
+  over = (level > DIVERGED * best) & (level > best + 0.1)
+  # Diverged: it has not come back by the last record.
+  if over[-1]:
+    back = np.flatnonzero(~over)
+    first = int(starts[back[-1] + 1]) if len(back) else 0
+    bound = DIVERGED * best[-1]
+    beyond = first + np.flatnonzero(x[first:] > bound)
+    yield windows.of_series(
+      'loss_divergence',
+      f'the loss has risen from {best[-1]:.3g} to {level[-1]:.3g} and stays there',
+      phase,
+      *('loss', at, x, (int(beyond[0]), len(x) - 1), bound),
+      f'{DIVERGED:g} × its lowest level over {RECENT} records',
+    )
+
+
+def gradient(phase: Phase) -> Iterator[Finding]:
+  """A gradient norm that jumps to another level."""
+  at, x = phase.finite('grad_norm')
+  positive = x > 0  # an update whose groups have no advantage has none
+  at, x = at[positive], x[positive]
+  for first, last, bound in robust.shifts(
+    x, before=BEFORE, after=AFTER, factor=GRADIENT_FACTOR
+  ):
+    yield windows.of_series(
+      'gradient_jump',
+      f'the gradient norm jumps to {np.median(x[first : last + 1]):.3g}, above '
+      f'{bound:.3g}',
+      phase,
+      *('grad_norm', at, x, (first, last), bound),
+      f'{GRADIENT_FACTOR:g} × the 0.9 quantile of the {BEFORE} records before',
+    )
+
+
+def entropy(phase: Phase) -> Iterator[Finding]:
+  """Collapse and explosion of the policy's entropy in RL."""
+  at, x = phase.finite('entropy')
+  if phase.name != 'rl' or len(x) < EARLY + RECENT:
+    return
+  first_level = float(np.median(x[:EARLY]))
+  low, high = COLLAPSED * first_level, EXPLODED * first_level
+  high = max(high, first_level + EXPLODED_NATS)
+  for kind, y, bound, word in (
+    ('entropy_collapse', -x, -low, 'falls'),
+    ('entropy_explosion', x, high, 'rises'),
+  ):
+    parts = robust.sustained(y[EARLY:], RECENT, bound)
+    for first, last in parts[:1]:
+      first, last = first + EARLY, last + EARLY
+      level = float(np.median(x[first : last + 1]))
+      yield windows.of_series(
+        kind,
+        f'the entropy {word} from {first_level:.3g} to {level:.3g} nats',
+        phase,
+        *('entropy', at, x, (first, last), abs(bound)),
+        f'{COLLAPSED if y is not x else EXPLODED:g} × the median of the first {EARLY} '
+        'records',
+      )
+
+
+def experts(phase: Phase) -> Iterator[Finding]:
+  """Expert load that becomes uneven, or that the router bias does not level."""
+  at, x = phase.finite('max_violation')
+  if len(x) < BEFORE + RECENT:
+    return
+  starts = robust.places(0, len(x) - RECENT)
+  level = robust.moving_quantile(x, RECENT, 0.5, starts)
+  best = np.minimum.accumulate(level)
+  bound = np.maximum(IMBALANCE_FACTOR * best, IMBALANCE)
+  over = np.flatnonzero(level > bound)
+  if len(over):
+    limit = float(bound[over[0]])
+    beyond = starts[over[0]] + np.flatnonzero(x[starts[over[0]] :] > limit)
+    yield windows.of_series(
+      'expert_imbalance',
+      f'the busiest expert has {1 + level[over].max():.2g} × the mean load, after '
+      f'{1 + best[over[0]]:.2g} ×',
+      phase,
+      *('max_violation', at, x, (int(beyond[0]), int(beyond[-1])), limit),
+      f'{IMBALANCE_FACTOR:g} × its lowest level over {RECENT} records, at least '
+      f'{IMBALANCE:g}',
+    )
+  elif len(x) >= STUCK_RECORDS:
+    quarter = len(x) // 4
+    early, late = np.median(x[:quarter]), np.median(x[-quarter:])
+    if late > STUCK_IMBALANCE and late > 0.8 * early:
+      yield windows.of_series(
+        'router_bias_frozen',
+        f'the busiest expert has {1 + late:.2g} × the mean load, as at the start: '
+        f'{len(x):,} records of bias updates have not levelled it',
+        phase,
+        *('max_violation', at, x, (0, len(x) - 1), STUCK_IMBALANCE),
+        'the last quarter is not below 0.8 × the first',
+      )
