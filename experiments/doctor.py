@@ -14,28 +14,18 @@ import datetime
 import json
 import pathlib
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from absl import flags
 
-from experiments import common
-from m2jax import kinds
+from experiments import common, own_kinds
 from m2jax.evolve import doctor
 from m2jax.evolve.doctor import finding, rules, settings
-from m2jax.forge.config import ForgeConfig
 
 POOL = flags.DEFINE_string('pool', '', "URL of the pool; default: the workdir's.")
 LOG = flags.DEFINE_multi_string('log', [], 'Log of the run, besides WORKDIR/*.log.')
 JSON = flags.DEFINE_bool('json', False, 'Print one JSON object.')
 
 _FOUND = 1
-# Packages of the modules that a config may name by `kind`, by where it names them.
-_KINDS = {
-  'tasks': 'm2jax.tasks',
-  'teacher': 'm2jax.tasks',
-  'episodes.agent': 'm2jax.agents',
-}
 
 
 def main():
@@ -45,7 +35,7 @@ def main():
   log_files = [pathlib.Path(path) for path in LOG.value]
   found = doctor.examine(workdir, pool_url=POOL.value, log_files=log_files)
   config = settings.read(workdir)
-  proposal = rules.propose(found, config, _build)
+  proposal = rules.propose(found, config, own_kinds.build)
   if JSON.value:
     shown = {
       'findings': [x.as_dict() for x in found],
@@ -56,17 +46,6 @@ def main():
     _print(found, proposal)
   if found:
     sys.exit(_FOUND)
-
-
-def _build(values: Mapping[str, Any]) -> ForgeConfig:
-  """The main job's config. Raises ValueError, also for modules of other packages: the
-  config of another person must not choose what is imported."""
-  for path, package in _KINDS.items():
-    kind = settings.get(values, f'{path}.kind', '')
-    known = isinstance(kind, str) and kind.partition('.')[0] in kinds.packages(package)
-    if '.' in str(kind) and not known:
-      raise ValueError(f'{path}.kind={kind!r}: of another package')
-  return common.build(ForgeConfig, dict(values))
 
 
 def _print(found: list[finding.Finding], proposal: rules.Proposal | None) -> None:

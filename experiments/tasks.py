@@ -1,7 +1,7 @@
 r"""What is in a dataset of Harbor tasks, whether it works, and one task by hand.
 
   python -m experiments.tasks list DATASET
-  python -m experiments.tasks check DATASET --workdir=workdir/check --jobs=2
+  python -m experiments.tasks check DATASET --workdir=workdir/check --parallel=2
   python -m experiments.tasks try DATASET --task=NAME
 
 `list` reads every task.toml and runs nothing. `check` builds each task's image and runs
@@ -43,8 +43,8 @@ VERBS = ('list', 'check', 'try')
 VERB = flags.DEFINE_enum('verb', None, VERBS, 'What to do; also the first argument.')
 DATASET = flags.DEFINE_string('dataset', None, 'Directory; also the second argument.')
 TASK = flags.DEFINE_list('task', None, 'Only these: names of their directories.')
-COUNT = flags.DEFINE_integer('count', 100, 'Most tasks that `list` prints.', 1)
-JOBS = flags.DEFINE_integer('jobs', 1, 'Tasks that `check` runs at a time.', 1)
+SHOWN = flags.DEFINE_integer('shown', 100, 'Most tasks that `list` prints.', 1)
+PARALLEL = flags.DEFINE_integer('parallel', 1, 'Tasks that `check` runs at a time.', 1)
 _CONFIG = 'configs/tasks.py'
 OK = 'ok'
 _REASON_CHARS = 400
@@ -95,7 +95,7 @@ def main():
     path = common.workdir() / 'check.jsonl'
     if common.FRESH.value:
       path.unlink(missing_ok=True)
-    causes = check(config, limits, chosen, path, JOBS.value)
+    causes = check(config, limits, chosen, path, PARALLEL.value)
     print(f'written to {path}')
     sys.exit(int(causes.total() != causes[OK]))
   else:
@@ -130,12 +130,12 @@ def _list(found: list[Found]) -> None:
   table = _table(
     'task', 'split', 'family', 'agent', 'tests', 'resources', 'network', ''
   )
-  for task in found[: COUNT.value]:
+  for task in found[: SHOWN.value]:
     table.add_row(task.path.name, task.split, *_cells(task))
   screen = console.Console()
   screen.print(table)
-  if len(found) > COUNT.value:
-    print(f'and {len(found) - COUNT.value} more: --count={len(found)} prints all')
+  if len(found) > SHOWN.value:
+    print(f'and {len(found) - SHOWN.value} more: --shown={len(found)} prints all')
   refused = sum(task.directory is None for task in found)
   print(f'{len(found)} tasks, of which {refused} cannot run here')
 

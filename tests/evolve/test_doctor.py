@@ -262,16 +262,16 @@ def config():
 
 def test_proposals_are_valid(config):
   """Every rule gives a config that builds, or none; errors are answered first."""
-  from experiments import doctor as job
+  from experiments import own_kinds as job
 
   proposed = {}
   for kind in rules.RULES:
     found = doctor.causes.explained(doctor.Finding(kind, '', 'rl'), config)
-    proposal = rules.propose([found], config, job._build)
+    proposal = rules.propose([found], config, job.build)
     if proposal is not None:
       proposed[kind] = (proposal.field, proposal.new)
       assert settings.get(config, proposal.field) == proposal.old != proposal.new
-      job._build(rules.changed(config, proposal.field, proposal.new))
+      job.build(rules.changed(config, proposal.field, proposal.new))
   rate = config['rl']['optimizer']['muon']['learning_rate']
   field, new = proposed['loss_divergence']
   assert field == 'rl.optimizer.muon.learning_rate' and new == pytest.approx(
@@ -281,25 +281,25 @@ def test_proposals_are_valid(config):
   assert proposed['staleness'] == ('rl.capacity', 2)
   smaller = rules.changed(config, 'rl.capacity', 2)
   stale = doctor.causes.explained(doctor.Finding('staleness', '', 'rl'), smaller)
-  assert rules.propose([stale], smaller, job._build) is None
+  assert rules.propose([stale], smaller, job.build) is None
   frozen = rules.changed(config, 'rl.learner.step.bias_update_rate', 0.0)
   found = doctor.Finding('router_bias_frozen', '', 'rl', severity='warning')
-  answer = rules.propose([found], frozen, job._build)
+  answer = rules.propose([found], frozen, job.build)
   assert (answer.field, answer.new) == ('rl.learner.step.bias_update_rate', 1e-3)
   broken = doctor.Finding('loss_divergence', '', 'sft', severity='error')
-  answer = rules.propose([found, broken], frozen, job._build)
+  answer = rules.propose([found, broken], frozen, job.build)
   assert answer.field == 'sft.optimizer.muon.learning_rate'
 
 
 def test_a_config_of_others_imports_nothing(config, tmp_path, monkeypatch):
   """`kind` is an import path: a run's config does not choose what is imported."""
-  from experiments import doctor as job
+  from experiments import own_kinds as job
 
   (tmp_path / 'hostile.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")')
   monkeypatch.syspath_prepend(tmp_path)
   hostile = rules.changed(config, 'tasks.kind', 'hostile.')
   found = doctor.Finding('loss_divergence', '', 'rl', severity='error')
-  assert rules.propose([found], hostile, job._build) is None
+  assert rules.propose([found], hostile, job.build) is None
   assert not (tmp_path / 'ran').exists()
 
 

@@ -41,6 +41,7 @@ OTHERS = {
   'replay': 'nothing: it reads',
   'sample': 'an attempt that has not ended',
   'serve': 'requests that run',
+  'tasks': 'a task that is being checked',
   'trajectories': 'nothing: it reads',
   'transfer': 'one commit: a file, or a transaction',
   'view': 'nothing: it reads',

@@ -56,7 +56,7 @@ def test_list_says_what_each_task_is_and_why_one_is_refused(tmp_path):
   assert 'refused' in lines['gpu'] and 'environment.gpus' in lines['gpu']
   assert 'no solution' in lines['open'] and 'public' in lines['open']
   assert '3 tasks, of which 1 cannot run here' in text
-  assert 'and 2 more' in _run('list', tmp_path, '--count=1')
+  assert 'and 2 more' in _run('list', tmp_path, '--shown=1')
 
 
 def test_wrong_arguments_are_sentences(tmp_path):

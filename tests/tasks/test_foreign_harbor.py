@@ -90,6 +90,8 @@ def test_defaults_are_those_of_harbor_within_the_ceilings(tmp_path):
 
 def test_harbor_reads_the_same(tmp_path):
   config = pytest.importorskip('harbor.models.task.config', reason='needs harbor')
+  if not hasattr(config, 'TaskConfig'):  # what another test has in its place
+    pytest.skip('needs harbor')
   theirs = config.TaskConfig.model_validate_toml(FULL)
   ours = parsed(FULL, tmp_path / 'a')
   environment = theirs.environment
