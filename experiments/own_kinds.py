@@ -1,6 +1,6 @@
 """Builds the config of another person's run, whose kinds may be import paths.
 
-Its module has no flags, so that tests can import it beside other jobs.
+Its module has no flags, so that tests can import it together with jobs.
 """
 
 from __future__ import annotations
