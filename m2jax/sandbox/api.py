@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 
 _LEAST_MEMORY_BYTES = 8 << 20
+_MAX_COMMAND_BYTES = 120_000  # the kernel's limit for one argument is 131,072
 BACKENDS = ('namespaces', 'gvisor', 'rlimit_only')
 CONTAINERS = ('podman', 'docker')  # backends that need an image
 
@@ -158,6 +159,29 @@ class Capabilities:
   isolation: Mapping[str, bool]
   limits: Mapping[str, str | None]
   notes: tuple[str, ...] = ()
+
+
+def wall_s(limits: Limits, timeout_s: float | None) -> float:
+  """Elapsed time of a command, within its limit.
+
+  Raises:
+    ValueError: `timeout_s` is not a positive number.
+  """
+  if timeout_s is None:
+    return float(limits.wall_s)
+  if not timeout_s > 0:  # nan is not
+    raise ValueError(f'timeout_s={timeout_s!r}: must be a positive number')
+  return float(min(timeout_s, limits.wall_s))
+
+
+def impossible(command: str) -> ExecResult | None:
+  """The result of a command that no shell can be given; None if one can."""
+  if '\0' in command:
+    return ExecResult(126, '', 'bash: the command contains a NUL byte\n')
+  if len(command.encode(errors='replace')) > _MAX_COMMAND_BYTES:
+    words = f'bash: the command is longer than {_MAX_COMMAND_BYTES} bytes\n'
+    return ExecResult(126, '', words)
+  return None
 
 
 def default_python() -> tuple[tuple[str, str], ...]:

@@ -24,7 +24,6 @@ from pathlib import Path, PurePosixPath
 from m2jax.sandbox import api, archive, files
 
 _ARCHIVE_OVERHEAD_BYTES = 64 << 20  # headers, long names
-_MAX_COMMAND_BYTES = 120_000  # the kernel's limit for one argument is 131,072
 
 
 class Sandbox:
@@ -76,14 +75,10 @@ class Sandbox:
       ValueError: `timeout_s` is not a positive number.
       SandboxError: the sandbox failed, not the command.
     """
-    wall_s = self._wall_s(timeout_s)
+    wall_s = api.wall_s(self.limits, timeout_s)
+    if (refused := api.impossible(command)) is not None:
+      return refused
     text = command.encode(errors='replace')
-    if b'\0' in text:
-      return api.ExecResult(126, '', 'bash: the command contains a NUL byte\n')
-    if len(text) > _MAX_COMMAND_BYTES:
-      return api.ExecResult(
-        126, '', f'bash: the command is longer than {_MAX_COMMAND_BYTES} bytes\n'
-      )
     (
       returncode,
       stdout,
@@ -102,13 +97,6 @@ class Sandbox:
       timed_out=ended_by == 'wall',
       oom=oom,
     )
-
-  def _wall_s(self, timeout_s: float | None) -> float:
-    if timeout_s is None:
-      return float(self.limits.wall_s)
-    if not timeout_s > 0:  # nan is not
-      raise ValueError(f'timeout_s={timeout_s!r}: must be a positive number')
-    return float(min(timeout_s, self.limits.wall_s))
 
   async def _exec(self, command: bytes, wall_s: float) -> tuple:
     await self._busy.acquire()

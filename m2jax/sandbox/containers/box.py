@@ -34,7 +34,6 @@ from m2jax.sandbox.containers import enforcement, engines, owners, snapshots
 
 _INSIDE = Path(__file__).with_name('inside.py')
 _ARCHIVE_OVERHEAD_BYTES = 64 << 20  # headers, long names
-_MAX_COMMAND_BYTES = 120_000  # the kernel's limit for one argument is 131,072
 _FLOOD = 64  # times `output_bytes`: the command is killed
 _TAIL_BYTES = 4096
 _MAX_ACCOUNTS_BYTES = 1 << 20
@@ -196,14 +195,10 @@ class ContainerSandbox:
       ValueError: `timeout_s` is not a positive number.
       SandboxError: the engine failed, not the command.
     """
-    wall_s = self._wall_s(timeout_s)
+    wall_s = api.wall_s(self.limits, timeout_s)
+    if (refused := api.impossible(command)) is not None:
+      return refused
     text = command.encode(errors='replace').decode()
-    if '\0' in text:
-      return api.ExecResult(126, '', 'bash: the command contains a NUL byte\n')
-    if len(text.encode()) > _MAX_COMMAND_BYTES:
-      return api.ExecResult(
-        126, '', f'bash: the command is longer than {_MAX_COMMAND_BYTES} bytes\n'
-      )
     options = [f'--env={key}={value}' for key, value in (env or {}).items()]
     place = self._absolute(workdir or '.')
     who = user or self._live.user
@@ -222,13 +217,6 @@ class ContainerSandbox:
     except asyncio.CancelledError:
       _set(stop, 'cancelled')
       raise
-
-  def _wall_s(self, timeout_s: float | None) -> float:
-    if timeout_s is None:
-      return float(self.limits.wall_s)
-    if not timeout_s > 0:  # nan is not
-      raise ValueError(f'timeout_s={timeout_s!r}: must be a positive number')
-    return float(min(timeout_s, self.limits.wall_s))
 
   def _over(self, done: asyncio.Future) -> None:
     self._busy.release()

@@ -154,11 +154,9 @@ class HarborSandbox:
     A timeout kills the command's process group. Cancellation stops waiting: the command
     continues until its time is over.
     """
-    if timeout_s is not None and not timeout_s > 0:
-      raise ValueError(f'timeout_s={timeout_s!r}: must be a positive number')
-    wall_s = float(min(timeout_s or self.limits.wall_s, self.limits.wall_s))
-    if '\0' in command:
-      return api.ExecResult(126, '', 'bash: the command contains a NUL byte\n')
+    wall_s = api.wall_s(self.limits, timeout_s)
+    if (refused := api.impossible(command)) is not None:
+      return refused
     word, limit = secrets.token_hex(16), self.limits.output_bytes
     text = command.encode(errors='replace').decode()
     arguments = word, str(wall_s), str(limit + 1), text
