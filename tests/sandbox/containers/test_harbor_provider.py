@@ -95,3 +95,16 @@ def test_the_environment_gets_the_image_without_a_network(box):
 def test_an_unknown_provider_is_unavailable():
   with pytest.raises(sandbox.SandboxUnavailable, match='nosuch'):
     asyncio.run(sandbox.create(backend='harbor:nosuch', image='debian:12'))
+
+
+def test_commands_that_no_shell_can_be_given(box):
+  """They are the command's failure, as in every sandbox; a wrong time is an error."""
+
+  async def work(made):
+    for command, words in (('echo \0', 'NUL byte'), ('#' * 120_001, 'longer than')):
+      result = await made.exec(command)
+      assert result.returncode == 126 and words in result.stderr
+    with pytest.raises(ValueError, match='timeout_s'):
+      await made.exec('true', 0)
+
+  box(work)
