@@ -161,9 +161,9 @@ class Trajectory:
     item: index of its work item, or -1 outside training (evaluation).
     rank: 0 … group_size − 1 within the item.
     task, family: the task's spec string and family name.
-    end_reason: 'answer', 'max_turns', 'length' or 'context', or of a command
-      'timeout', 'exit' or 'limit', which are judged; or 'infrastructure', which is
-      masked from loss and baseline (law 5).
+    end_reason: 'answer', 'max_turns', 'length' or 'context', of a scaffold 'loop' or
+      'rules', or of a command 'timeout', 'exit' or 'limit', which are judged; or
+      'infrastructure', which is masked from loss and baseline (law 5).
     error: for 'infrastructure', what failed; for the ends of a command, the details;
       for an answer, what its verifier printed.
     success: the verifier's verdict in [0, 1].

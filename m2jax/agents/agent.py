@@ -114,9 +114,10 @@ class Outcome:
   """How an episode ended.
 
   Attributes:
-    end_reason: 'answer', 'max_turns', 'length' or 'context'; of a command also
-      'timeout', 'exit' (a status other than 0) or 'limit'; or 'infrastructure', which
-      the model did not cause and which is masked from the loss (law 5).
+    end_reason: 'answer', 'max_turns', 'length' or 'context'; of a scaffold 'loop' or
+      'rules' (its code failed); of a command also 'timeout', 'exit' (a status other
+      than 0) or 'limit'; or 'infrastructure', which the model did not cause and which
+      is masked from the loss (law 5).
     error: for 'infrastructure', what failed; for the ends of a command, the details;
       for an answer, what its verifier printed (`Environment.notes`).
     answer: text of the last assistant message if `end_reason` is 'answer', else ''.

@@ -43,6 +43,28 @@ def shown(
   return found, [_tool(tool, rename) if rename else dict(tool) for tool in tools]
 
 
+def described(
+  tools: Sequence[Mapping[str, Any]], descriptions: Mapping[str, str]
+) -> list[dict]:
+  """Tools with other descriptions.
+
+  Args:
+    tools: OpenAI dicts.
+    descriptions: name of a tool, or '*' for all that are not named -> its description;
+      `{description}` is the one that it has.
+  """
+
+  def one(tool: Mapping[str, Any]) -> dict:
+    function = tool['function']
+    text = descriptions.get(function['name'], descriptions.get('*'))
+    if text is None:
+      return dict(tool)
+    text = text.replace('{description}', function.get('description') or '')
+    return {**tool, 'function': {**function, 'description': text}}
+
+  return [one(tool) for tool in tools]
+
+
 def names(
   tools: Sequence[Mapping[str, Any]], rename: Mapping[str, str]
 ) -> dict[str, str]:

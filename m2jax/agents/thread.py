@@ -13,6 +13,7 @@ from typing import Any
 
 from m2jax.agents import context
 from m2jax.agents.context import ContextConfig, Messages
+from m2jax.agents.loops import Turn
 
 # (messages) -> tokens of their prompt, and the size of the engine's context.
 Count = Callable[[Messages], Awaitable[tuple[int, int]]]
@@ -36,6 +37,9 @@ class Thread:
     edit: the edit since the last completion, or None.
     asked: the edit that the model asked for in this turn, with its notes, or None.
     answer: text of the last message, once there is one without calls.
+    history: a record of every turn.
+    reacted: number of turns at the last reaction to a loop.
+    temperature: temperature of the next completion; None: that of all.
   """
 
   messages: Messages
@@ -48,12 +52,16 @@ class Thread:
   edit: str | None = None
   asked: tuple[str, str] | None = None
   answer: str = ''
+  history: list[Turn] = dataclasses.field(default_factory=list)
+  reacted: int = 0
+  temperature: float | None = None
 
   def __post_init__(self):
     self.head = len(self.messages)
     self._used = 0  # tokens of the last prompt and response
     self._sent = 0  # messages that they are of; 0: unknown
     self._limit = 0  # the engine's context; 0: not asked yet
+    self._before: tuple[Messages, str | None, int, int] = ([], None, 0, 0)
 
   def fields(self, messages: Messages | None = None) -> dict[str, Any]:
     """What a request for the next completion says of this thread."""
@@ -69,10 +77,33 @@ class Thread:
   def completed(self, message: dict[str, Any], usage: Mapping[str, int] | None) -> None:
     """Adds a completion. Without `usage`, which servers may omit, prompts are counted
     anew."""
+    self._before = self.messages, self.edit, self._used, self._sent
     self.messages = [*self.messages, message]
     self.edit = None
     total = (usage or {}).get('total_tokens')
     self._used, self._sent = total or 0, len(self.messages) if total else 0
+
+  def withdraw(self) -> None:
+    """Takes the last completion back, so that the same request can be made again."""
+    self.messages, self.edit, self._used, self._sent = self._before
+
+  def change(self) -> dict[str, Any]:
+    """What the request for the turn's first sample has of its own."""
+    changed = {} if self.temperature is None else {'temperature': self.temperature}
+    self.temperature = None
+    return changed
+
+  def join(self, text: str) -> dict[str, str]:
+    """Adds a text to the last result; returns its content, {} if there is none.
+
+    The next prompt then extends the recorded ids, whatever the server's template.
+    """
+    last = self.messages[-1]
+    if last['role'] == 'assistant':
+      return {}
+    joined = {'content': f'{last["content"]}\n\n{text}'}
+    self.messages = [*self.messages[:-1], {**last, **joined}]
+    return joined
 
   def add(self, message: dict[str, Any]) -> None:
     """Adds what follows a completion: a result, or an error."""

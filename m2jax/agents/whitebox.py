@@ -19,10 +19,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from m2jax.agents import context, http, model_client, scaffold
+from m2jax.agents import context, http, loops, model_client, scaffold
 from m2jax.agents.agent import Agent, AgentConfig, Endpoint, Outcome, Shown
 from m2jax.agents.context import ContextConfig
+from m2jax.agents.loops import LoopsConfig, RetryConfig
 from m2jax.agents.model_client import ContextExceeded, InfrastructureFailure
+from m2jax.agents.rules import Rules, RulesFailed
 from m2jax.agents.sub_agents import DELEGATE, TOOL, SubAgentsConfig
 from m2jax.agents.thread import Thread
 from m2jax.checks import require
@@ -43,7 +45,8 @@ class WhiteboxConfig(AgentConfig):
     observation_bytes: maximum bytes of an observation; the middle of a longer tool
       output is replaced by a marker.
     sampling: additional fields of the request, e.g. {'temperature': 0}; a training
-      session overrides those that would change the sampled distribution.
+      session overrides those that would change the sampled distribution. A `seed` is
+      that of an episode's first completion; the n-th after it has seed + n.
     retries: additional attempts after a connection failure or an HTTP 429 or 5xx.
     retry_delay_s: pause before the first retry; doubles with each.
     request_timeout_s: wall-clock limit of one completion.
@@ -51,6 +54,11 @@ class WhiteboxConfig(AgentConfig):
     sub_agents: what may be delegated.
     instruction: the user's message; `{instruction}` is the task's.
     rename: name of a tool or of an argument of the task's -> what the model is shown.
+    descriptions: name of a tool of the task's, or '*' for all others -> its
+      description; `{description}` is the task's.
+    retry: when a completion is sampled again.
+    loops: what counts as a loop, and the reaction.
+    rules: source of a rules.py (`agents.rules`); '': none.
   """
 
   kind: str = 'whitebox'
@@ -64,6 +72,10 @@ class WhiteboxConfig(AgentConfig):
   sub_agents: SubAgentsConfig = SubAgentsConfig()
   instruction: str = '{instruction}'
   rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  retry: RetryConfig = RetryConfig()
+  loops: LoopsConfig = LoopsConfig()
+  rules: str = ''
 
   def __post_init__(self):
     has = '{instruction}' in self.instruction
@@ -73,11 +85,18 @@ class WhiteboxConfig(AgentConfig):
     self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
   ) -> list[Shown]:
     """See `AgentConfig.shown`; one chat per turn if thinking is dropped."""
-    messages, tools = scaffold.shown(messages, tools, self.rename, self.instruction)
+    messages, tools = self.rewritten(messages, tools)
     [chat] = super().shown(messages, self.offered(tools))
     if self.context.thinking == 'keep':
       return [chat]
     return scaffold.by_turn(chat)
+
+  def rewritten(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+  ) -> tuple[list[dict], list[dict]]:
+    """A task's messages and tools, as the model is shown them."""
+    tools = scaffold.described(tools, self.descriptions)
+    return scaffold.shown(messages, tools, self.rename, self.instruction)
 
   def offered(self, tools: Sequence[Mapping[str, Any]], depth: int = 0) -> list[dict]:
     """A task's tools, as the model is shown them, and the agent's own."""
@@ -108,7 +127,7 @@ class _Episode:
     started_s: start on the monotonic clock.
     outcome: the result, filled in as the episode proceeds; its messages are those of
       all threads, as they came, and no edit removes any.
-    edits, delegations: so far.
+    edits, delegations, completions, retries, reactions: so far.
   """
 
   post: Callable[[dict], Awaitable[dict]]
@@ -125,6 +144,9 @@ class _Episode:
   outcome: Outcome
   edits: int = 0
   delegations: int = 0
+  completions: int = 0
+  retries: int = 0
+  reactions: int = 0
 
 
 class Whitebox(Agent):
@@ -133,15 +155,18 @@ class Whitebox(Agent):
   def __init__(self, config: WhiteboxConfig):
     self._config = config
     self._client = http.make_client()
+    self._rules = Rules(config.rules) if config.rules else None
 
   async def prepare(
     self, task: Task, environment: Environment, endpoint: Endpoint
   ) -> _Episode:
     config = self._config
+    if self._rules is not None:
+      await self._rules.start()
     said, given = environment.instruction, environment.tools
     user = {'role': 'user', 'content': task.instruction if said is None else said}
     given = task.tools if given is None else given
-    [user], tools = scaffold.shown([user], given, config.rename, config.instruction)
+    [user], tools = config.rewritten([user], given)
     offered = config.offered(tools)
     if environment.respond is not None and (config.rename or len(offered) > len(tools)):
       raise ValueError(
@@ -178,6 +203,8 @@ class Whitebox(Agent):
       outcome.answer = thread.answer
     except InfrastructureFailure as error:
       outcome.end_reason, outcome.error = 'infrastructure', str(error)
+    except RulesFailed as error:
+      outcome.end_reason, outcome.error = 'rules', str(error)
 
   async def finish(self, episode: _Episode) -> Outcome:
     episode.outcome.wall_s = time.monotonic() - episode.started_s
@@ -185,6 +212,8 @@ class Whitebox(Agent):
 
   async def close(self) -> None:
     await self._client.aclose()
+    if self._rules is not None:
+      await self._rules.close()
 
   def _system(self) -> list[dict]:
     system = self._config.system
@@ -195,8 +224,7 @@ class Whitebox(Agent):
     try:
       while thread.turns < thread.max_turns:
         await self._make_room(thread, episode)
-        limit = await self._limit(thread, episode.body['max_tokens'])
-        reply = await self._complete(thread, episode, max_tokens=limit)
+        reply = await self._sample(thread, episode)
         choice = reply['choices'][0]
         if choice['finish_reason'] == 'length':
           return 'length'
@@ -206,14 +234,52 @@ class Whitebox(Agent):
         if not goes_on:
           thread.answer = choice['message'].get('content') or ''
           return 'answer'
+        if end := await self._after(thread, episode):
+          return end
         if thread.act():
           episode.edits += 1
     except ContextExceeded:
       return 'context'
     return 'max_turns'
 
+  async def _sample(self, thread: Thread, episode: _Episode) -> dict:
+    """The turn's completion, sampled again as the retry rules say."""
+    retry, fields = self._config.retry, thread.change()
+    left = {'length': retry.length, 'malformed': retry.malformed}
+    while True:
+      limit = await self._limit(thread, episode.body['max_tokens'])
+      reply = await self._complete(thread, episode, max_tokens=limit, **fields)
+      reason = _unusable(reply['choices'][0])
+      if not left.get(reason) or episode.retries >= retry.most:
+        return reply
+      left[reason] -= 1
+      episode.retries += 1
+      thread.withdraw()
+      episode.outcome.messages.pop()
+      if retry.temperature is not None:
+        fields = {'temperature': retry.temperature}
+
+  async def _after(self, thread: Thread, episode: _Episode) -> str:
+    """Acts on a loop, or as the rules say; returns an end reason, or ''."""
+    found, config = loops.Action(), self._config.loops
+    if self._rules is not None:
+      left = thread.max_turns - thread.turns
+      found = await self._rules.act(thread.history, left)
+    if found == loops.Action() and episode.reactions < config.most:
+      if loops.detect(thread.history[thread.reacted :], config):
+        found = loops.react(config)
+        episode.reactions += 1
+        thread.reacted = len(thread.history)
+    if found.message and (joined := thread.join(found.message)):
+      episode.outcome.messages[-1] = {**episode.outcome.messages[-1], **joined}
+    thread.temperature = found.temperature
+    return found.end
+
   async def _complete(self, thread: Thread, episode: _Episode, **fields: Any) -> dict:
     """Samples a completion and adds it to the thread; returns the response."""
+    if 'seed' in episode.body:  # else all turns would get the same random numbers
+      fields['seed'] = episode.body['seed'] + episode.completions
+    episode.completions += 1
     reply = await episode.post(episode.body | thread.fields() | fields)
     choice = reply['choices'][0]
     thread.completed(scaffold.sendable(choice['message']), reply.get('usage'))
@@ -281,10 +347,7 @@ class Whitebox(Agent):
       call['function']['name'] not in self._config.context.actions for call in calls
     )
     if not calls:
-      # Content contains tool-call markup if a call could not be parsed or was only
-      # quoted by the model; the parser's status distinguishes the two.
-      broken = choice.get('parse_status') in _BROKEN
-      if not broken or markup.TOOL_CALL not in (message.get('content') or ''):
+      if _unusable(choice) != 'malformed':
         return episode.respond is not None and await self._respond(
           message, thread, episode
         )
@@ -292,6 +355,7 @@ class Whitebox(Agent):
       outcome.tool_errors += 1
       error = {'role': 'user', 'content': 'error: malformed tool call'}
       self._add(error, thread, episode)
+      thread.history.append(loops.turn(message, [error['content']]))
       return True
     if episode.respond is not None:
       return await self._respond(message, thread, episode)
@@ -305,6 +369,7 @@ class Whitebox(Agent):
       shown = {'role': 'tool', 'tool_call_id': call['id'], 'content': observation}
       thread.add(shown)
       episode.outcome.messages.append(shown | {'duration_s': seconds})
+    thread.history.append(loops.turn(message, [shown for shown, _ in results]))
     return True
 
   async def _respond(self, message: dict, thread: Thread, episode: _Episode) -> bool:
@@ -314,9 +379,12 @@ class Whitebox(Agent):
     except Exception as error:
       raise InfrastructureFailure(f'the environment: {error!r}') from error
     episode.outcome.tool_calls += len(message.get('tool_calls') or ())
+    contents = []
     for shown in follows or ():
       content = cut(shown['content'], self._config.observation_bytes)
       self._add({**shown, 'content': content}, thread, episode)
+      contents.append(content)
+    thread.history.append(loops.turn(message, contents))
     return follows is not None
 
   def _add(self, message: dict, thread: Thread, episode: _Episode) -> None:
@@ -395,6 +463,20 @@ class Whitebox(Agent):
 
 
 make = Whitebox
+
+
+def _unusable(choice: Mapping[str, Any]) -> str:
+  """Why a completion cannot be acted on: 'length', 'malformed', or ''.
+
+  Content contains tool-call markup if a call could not be parsed or was only quoted by
+  the model; the parser's status distinguishes the two.
+  """
+  if choice['finish_reason'] == 'length':
+    return 'length'
+  message, broken = choice['message'], choice.get('parse_status') in _BROKEN
+  if message.get('tool_calls') or not broken:
+    return ''
+  return 'malformed' if markup.TOOL_CALL in (message.get('content') or '') else ''
 
 
 async def in_order(
