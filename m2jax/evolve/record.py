@@ -5,8 +5,9 @@ only: no decision uses it). Lines of a round have `round`, from 1; the candidate
 round is the node of that number, the scaffold of the start is node 0.
 
   begin      one line: `config` (gate, archive, budget, bounds, smoke_tasks, seed,
-             paired_seeds), `proposer` (its settings), `files` (the start's folder: name → text),
-             `digest`, `splits` {development, second, sealed: [spec, …]}, `tools`
+             paired_seeds), `proposer` (its settings), `files` (the start's folder:
+             name → text), `digest`, `tools`, `splits` {development, second, sealed:
+             [spec, …]}
   baseline   round 0: the start's development scores: `scores` [[spec, seed, score], …],
              `failures`, `cost`
   proposal   `parent` (node), `changes` {field: value}, `files`, `digest`, `diff`
@@ -26,8 +27,9 @@ round is the node of that number, the scaffold of the start is node 0.
   second     a keep's scores on the second split, and the start's (round 0): `scores`,
              `mean`, `cost`. Nothing reads it but people.
   stop       `reason`: why the rounds ended
-  sealed     the third split, opened once: `results` {node: [[spec, seed, score], …]},
-             `means` {node: mean}, `effect`, `low`, `high` (incumbent − start), `cost`
+  sealed     the third split, opened once, for 'start', 'incumbent' and others by name:
+             `results` {name: [[spec, seed, score], …]}, `means` {name: mean}, `effect`,
+             `low`, `high` (incumbent − start), `cost`
 
 `cost` is {tokens (prompt and response), seconds, episodes}; `failures` is [{score,
 end_reason, text}, …], without specs. A line is one write, synced; SIGKILL can tear only

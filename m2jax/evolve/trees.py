@@ -1,9 +1,9 @@
 """The scaffolds of a lineage as a git repository, WORKDIR/scaffolds.git.
 
-Each round has a worktree, WORKDIR/rounds/N, on its parent's commit. refs/nodes/N are the
-nodes that were evaluated, refs/heads/main is the incumbent. The record decides what is
-right: `Trees.repair` makes the repository follow it after a kill, and commits are the
-same each time, since author, dates and files are.
+Each round has a worktree, WORKDIR/rounds/N, on its parent's commit. refs/nodes/N are
+the nodes that were evaluated, refs/heads/main is the incumbent. The record decides:
+`Trees.repair` makes the repository follow it after a kill, and commits are the same
+each time, since author, dates and files are.
 
 git runs without hooks, the user's settings, and the environment's GIT_* variables.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from m2jax.evolve.scaffold import Scaffold
 
 _TIMEOUT_S = 60.0
-_FIXED = ('-c', 'core.hooksPath=/dev/null', '-c', 'gc.auto=0', '-c', 'core.fsync=none')
+_FIXED = ('core.hooksPath=/dev/null', 'gc.auto=0', 'safe.directory=*')
 _PERSON = {
   f'GIT_{role}_{key}': value
   for role in ('AUTHOR', 'COMMITTER')
@@ -103,7 +103,7 @@ class Trees:
     clean = {k: v for k, v in os.environ.items() if not k.startswith('GIT_')}
     settings = {'GIT_CONFIG_NOSYSTEM': '1', 'GIT_CONFIG_GLOBAL': os.devnull}
     done = subprocess.run(
-      ['git', *_FIXED, *arguments],
+      ['git', *(x for value in _FIXED for x in ('-c', value)), *arguments],
       cwd=cwd or self._repository,
       env={**clean, **settings, **_PERSON, **env},
       stdin=subprocess.DEVNULL,
