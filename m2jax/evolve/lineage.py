@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from m2jax.checks import require
 from m2jax.evolve import archive, budget, gate, proposers, scaffold
 from m2jax.evolve.archive import ArchiveConfig, Stone
 from m2jax.evolve.budget import BudgetConfig, Cost
@@ -28,7 +29,7 @@ class LoopConfig:
 
   Attributes:
     gate, archive, budget: settings of the parts.
-    bounds: field of the scaffold → narrower range (`scaffold.narrowed`).
+    bounds: narrower ranges of fields of the scaffold: (field, low, high).
     smoke_tasks: attempts of the smoke phase.
     seed: seed of tasks, attempts, parents and proposers.
     paired_seeds: whether candidate and incumbent attempt a task with the same seed.
@@ -38,10 +39,14 @@ class LoopConfig:
   gate: GateConfig = GateConfig()
   archive: ArchiveConfig = ArchiveConfig()
   budget: BudgetConfig = BudgetConfig()
-  bounds: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+  bounds: Sequence[tuple[str, float, float]] = ()
   smoke_tasks: int = 2
   seed: int = 0
   paired_seeds: bool = True
+
+  def __post_init__(self):
+    scaffold.narrowed(self.bounds)
+    require(self, self.smoke_tasks >= 1, 'smoke_tasks', 'at least 1')
 
   @classmethod
   def of(cls, values: Mapping[str, Any]) -> LoopConfig:
@@ -250,11 +255,10 @@ class Lineage:
     ]
     level = float(self.levels[self.rounds])
     cost = spent[0] / spent[1] if spent[1] else 1.0
-    verdict = gate.decide(differences or [0.0], self.config.gate, level, cost)
+    look = len(self.looks) - 1
+    verdict = gate.decide(differences or [0.0], self.config.gate, level, look, cost)
     if verdict.decision == gate.CONTINUE:
-      if len(self.looks) < len(self.config.gate.looks):
-        return None  # pairs without a score leave fewer than the last look's number
-      verdict = dataclasses.replace(verdict, decision=gate.REVERT)
+      return None
     return {'phase': 'gate', **verdict.as_dict()}
 
   def stop(self) -> str:

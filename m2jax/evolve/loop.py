@@ -17,13 +17,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import logging
+
 from m2jax.evolve import gate, lineage, record, scaffold, trees
 from m2jax.evolve.budget import Cost
 from m2jax.evolve.evaluator import Evaluator, Result
 from m2jax.evolve.lineage import Lineage, LoopConfig
 from m2jax.evolve.proposers import Proposal, Proposer, ProposerFailed
 from m2jax.evolve.scaffold import Scaffold
-from m2jax.observe import progress
+from m2jax.observe import printable, progress
 
 _MARKER = 'sealed.opened'
 _SHOWN_FAILURES = 3
@@ -152,6 +154,9 @@ class Loop:
 
   def _append(self, kind: str, **fields: Any) -> None:
     self.state.apply(self._record.append(kind, **fields))
+    if kind == 'decision':
+      reason = printable.one_line(fields['reason'], 200)
+      logging.info('round %d: %s: %s', fields['round'], fields['decision'], reason)
 
   def _say(self, number: int, phase: str) -> None:
     progress.report(f'round {number} of {self.state.config.budget.rounds}: {phase}')

@@ -23,7 +23,7 @@ round is the node of that number, the scaffold of the start is node 0.
              `incumbent_cost`
   decision   `decision` ('keep', 'revert' or 'reject'), `phase` ('proposal', 'checked',
              'smoke' or 'gate'), `reason`; of the gate also `pairs`, `effect`, `low`,
-             `high`, `log_e`, `level`
+             `high`, `evidence`, `needed`
   second     a keep's scores on the second split, and the start's (round 0): `scores`,
              `mean`, `cost`. Nothing reads it but people.
   stop       `reason`: why the rounds ended

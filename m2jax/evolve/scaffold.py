@@ -176,14 +176,14 @@ class InvalidScaffold(ValueError):
   """A scaffold is outside the edit surface; the message has every reason."""
 
 
-def narrowed(ranges: Mapping[str, Sequence[float]]) -> dict[str, Bound]:
-  """The bounds with narrower ranges of numbers.
+def narrowed(ranges: Sequence[tuple[str, float, float]]) -> dict[str, Bound]:
+  """The bounds with narrower ranges of numbers, given as (field, low, high).
 
   Raises:
     ValueError: a field is no number, or its range is not within the bound.
   """
   found = dict(FIELDS)
-  for name, (low, high) in ranges.items():
+  for name, low, high in ranges:
     bound = FIELDS.get(name)
     if not isinstance(bound, Number) or not bound.low <= low <= high <= bound.high:
       raise ValueError(f'bounds.{name}={(low, high)}: no range within {bound}')

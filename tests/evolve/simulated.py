@@ -59,6 +59,4 @@ def script(*changes) -> scripted.Scripted:
 
 def make(workdir, proposer, rounds=5, evaluator=None, **changes) -> loop.Loop:
   settings = config(rounds, **changes)
-  return loop.Loop(
-    workdir, settings, START, SPLITS, evaluator or Evaluator(), proposer
-  )
+  return loop.Loop(workdir, settings, START, SPLITS, evaluator or Evaluator(), proposer)
