@@ -176,14 +176,14 @@ class InvalidScaffold(ValueError):
   """A scaffold is outside the edit surface; the message has every reason."""
 
 
-def narrowed(ranges: Mapping[str, Sequence[float]]) -> dict[str, Bound]:
-  """The bounds with narrower ranges of numbers.
+def narrowed(ranges: Sequence[tuple[str, float, float]]) -> dict[str, Bound]:
+  """The bounds with narrower ranges of numbers, given as (field, low, high).
 
   Raises:
     ValueError: a field is no number, or its range is not within the bound.
   """
   found = dict(FIELDS)
-  for name, (low, high) in ranges.items():
+  for name, low, high in ranges:
     bound = FIELDS.get(name)
     if not isinstance(bound, Number) or not bound.low <= low <= high <= bound.high:
       raise ValueError(f'bounds.{name}={(low, high)}: no range within {bound}')
@@ -307,7 +307,7 @@ def read(folder: pathlib.Path, bounds: Mapping[str, Bound] = FIELDS) -> Scaffold
     raise InvalidScaffold(f'{folder}/{JSON}: {error}') from error
   if not isinstance(nested, dict) or nested.pop('schema', None) != SCHEMA:
     raise InvalidScaffold(f'{folder}/{JSON}: must be an object with "schema": {SCHEMA}')
-  values = _flat(nested) | {'rules': texts.get(RULES, '')}
+  values = flat(nested) | {'rules': texts.get(RULES, '')}
   if 'rules' in nested or (found := problems(values, bounds)):
     raise InvalidScaffold(f'{folder}: {"; ".join(found or ["rules: is a file"])}')
   return Scaffold(values)
@@ -332,7 +332,8 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
   return nested
 
 
-def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+  """Field → value of scaffold.json's groups; unknown fields stay as they are."""
   groups = {name.partition('.')[0] for name in FIELDS if '.' in name}
   flat = {}
   for name, value in nested.items():

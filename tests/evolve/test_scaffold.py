@@ -50,11 +50,11 @@ def test_what_is_outside_the_bounds_is_named(field):
 
 
 def test_a_job_narrows_bounds_and_never_widens_them():
-  bounds = scaffold.narrowed({'max_tokens': (16, 128)})
+  bounds = scaffold.narrowed([('max_tokens', 16, 128)])
   assert scaffold.problems(START.changed({'max_tokens': 512}).values, bounds)
-  for wrong in ({'max_tokens': (1, 10**6)}, {'system': (0, 1)}, {'seed': (0, 9)}):
+  for wrong in (('max_tokens', 1, 10**6), ('system', 0, 1), ('seed', 0, 9)):
     with pytest.raises(ValueError, match=r'bounds\.'):
-      scaffold.narrowed(wrong)
+      scaffold.narrowed([wrong])
 
 
 def test_a_folder_with_anything_else_is_refused(tmp_path):
@@ -110,7 +110,7 @@ def test_code_that_is_no_rule(source):
 
 
 def test_operators_stay_within_the_bounds():
-  bounds = scaffold.narrowed({'max_tokens': (32, 64)})
+  bounds = scaffold.narrowed([('max_tokens', 32, 64)])
   assert len({o.field for o in operators.OPERATORS}) == len(operators.OPERATORS)
   for operator in operators.OPERATORS:
     if isinstance(operator, operators.Options):
