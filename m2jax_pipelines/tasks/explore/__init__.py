@@ -23,7 +23,7 @@ SPLITS = ('train', 'dev', 'held_out')
 MAX_PLACES = 16
 _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
 _SYLLABLES = [a + b for a in _CONSONANTS for b in _VOWELS]
-_NAMES = len(_SYLLABLES) ** 3  # too many to be learned by heart
+_NAMES = len(_SYLLABLES) ** 2  # the trees of a split share names, the splits none
 _THINGS = ('a lamp', 'dust', 'two chairs', 'a map', 'old books', 'a clock', 'rope')
 
 TOOL: Mapping[str, Any] = {
@@ -151,9 +151,8 @@ def make(spec: str) -> Explore:
 
 
 def _name(number: int) -> str:
-  """Three syllables."""
-  rest, last = divmod(number, len(_SYLLABLES))
-  return ''.join(_SYLLABLES[i] for i in (*divmod(rest, len(_SYLLABLES)), last))
+  """Two syllables."""
+  return ''.join(_SYLLABLES[i] for i in divmod(number, len(_SYLLABLES)))
 
 
 def _tree(
@@ -171,7 +170,7 @@ def _tree(
     order.append(place)
     # One path at least while nothing else is left to look at.
     least = 0 if left else 1
-    most = min(3, 2 * places - 1 - sum(len(b) for b in behind.values()))
+    most = min(2, 2 * places - 1 - sum(len(b) for b in behind.values()))
     behind[place] = [next(unused) for _ in range(rng.randint(min(least, most), most))]
     left = behind[place] + left
   for place in left:  # where the search does not come
