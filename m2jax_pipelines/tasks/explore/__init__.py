@@ -23,7 +23,7 @@ SPLITS = ('train', 'dev', 'held_out')
 MAX_PLACES = 16
 _CONSONANTS, _VOWELS = 'bdfgklmnprstvz', 'aeiou'
 _SYLLABLES = [a + b for a in _CONSONANTS for b in _VOWELS]
-_NAMES = len(_SYLLABLES) ** 2  # the trees of a split share names, the splits none
+_NAMES = len(_SYLLABLES) ** 2
 _THINGS = ('a lamp', 'dust', 'two chairs', 'a map', 'old books', 'a clock', 'rope')
 
 TOOL: Mapping[str, Any] = {
@@ -127,7 +127,7 @@ def make(spec: str) -> Explore:
     name, _, spare = spec.partition('?')
     kind, split, family, _, _ = name.split('/')
     places, calls = int(family.removeprefix('places_')), int(spare)
-    own = range(SPLITS.index(split), _NAMES, len(SPLITS))  # splits share no name
+    own = SPLITS.index(split)
     if not 2 <= places <= MAX_PLACES or not 0 <= calls <= 99:
       raise ValueError('out of range')
   except ValueError as error:
@@ -135,7 +135,9 @@ def make(spec: str) -> Explore:
       f'{spec!r} is no task: expected explore/SPLIT/places_N/SEED/INDEX?SPARE_CALLS'
     ) from error
   rng = random.Random(spec)
-  names = [_name(i) for i in rng.sample(own, 2 * places)]
+  start = rng.randrange(own, _NAMES, len(SPLITS))  # no start is in two splits
+  others = rng.sample(range(_NAMES - 1), 2 * places - 1)
+  names = [_name(start), *(_name(i + (i >= start)) for i in others)]
   behind, looked_at = _tree(names, places, rng)
   code = str(rng.randint(10, 99))
   shown = {}
@@ -145,9 +147,7 @@ def make(spec: str) -> Explore:
     if place == looked_at[-1]:
       paths = f'code {code}'
     shown[place] = f'{place}: {things[0]}, {things[1]}, {paths}'
-  return Explore(
-    spec, family, split, names[0], shown, code, places, places + calls
-  )
+  return Explore(spec, family, split, names[0], shown, code, places, places + calls)
 
 
 def _name(number: int) -> str:
