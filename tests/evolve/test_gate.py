@@ -63,7 +63,7 @@ def decided(rng, p, q, level, config=CONFIG):
 
 
 def test_power_and_early_stops():
-  """+10 points at a success of 0.4, one round of a hundred: kept in a third of the rounds
+  """+10 points at a success of 0.4, one round of a hundred: kept in a third of rounds
   or more, +20 nearly always; those without an effect cost few pairs."""
   rng, level = np.random.default_rng(1), float(gate.levels(CONFIG, 100)[0])
   found = {

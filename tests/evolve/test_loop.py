@@ -131,7 +131,7 @@ def test_replay_finds_scores_that_give_another_decision(finished):
 
 
 @pytest.mark.parametrize(
-  ('rounds', 'stride'), [(2, 6), pytest.param(4, 1, marks=pytest.mark.thorough)]
+  ('rounds', 'stride'), [(2, 9), pytest.param(4, 1, marks=pytest.mark.thorough)]
 )
 def test_a_kill_anywhere_changes_nothing(tmp_path, rounds, stride):
   """SIGKILL before, within and after each line, and at git commands; then resumed."""
@@ -139,7 +139,7 @@ def test_a_kill_anywhere_changes_nothing(tmp_path, rounds, stride):
   done = processes.run('tests.evolve.kills', *given, timeout_s=900)
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout)
-  assert len(found) > 8 and all(found.values()), found
+  assert len(found) > 6 and all(found.values()), found
 
 
 BAITS = [
