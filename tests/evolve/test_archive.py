@@ -11,7 +11,7 @@ from m2jax.evolve.archive import ArchiveConfig, Stone
 from m2jax.evolve.budget import BudgetConfig, Cost
 from tests.evolve.simulated import START
 
-# 1 is good itself, but all its descendants are bad; 2 is mediocre with good descendants.
+# 1 is good itself, but its descendants are bad; 2 is mediocre, with a good descendant.
 STONES = {
   0: Stone(None, 40, 100),
   1: Stone(0, 60, 100),
