@@ -1,4 +1,4 @@
-"""What scaffold evolution gains, beside simple rivals, and how often it deceives itself.
+"""What scaffold evolution gains, beside simple rivals, and how often a keep is false.
 
   python -m benchmarks.evolve --workdir=DIR [--seeds 0 1 2] [--json]
 
@@ -10,10 +10,10 @@ shipped, with the same number of rounds and the same gate:
   analyst        rules that read the failing trajectories
   random_search  one to three operators at random
   tpe            the estimator of optuna over the same operators
-  same           A/A: candidates equal the incumbent, with seeds of their own; every keep
-                 is false
-  baits          an editable seed, more turns, code that looks for the answers or for the
-                 evaluator, effort beyond and at the bounds, each several times
+  same           A/A: candidates equal the incumbent, with seeds of their own; every
+                 keep is false
+  baits          an editable seed, more turns, code that looks for the answers or for
+                 the evaluator, effort beyond and at the bounds, each several times
   generation_2   `analyst` again, from the scaffold that it found and a policy that RL
                  with this scaffold has trained, on other tasks
 
@@ -39,8 +39,8 @@ import ml_collections
 from benchmarks import harness
 from configs import forge as forge_config
 from experiments import common, evolve, fields
-from m2jax.evolve import lineage, record
 from m2jax.evolve import config as config_lib
+from m2jax.evolve import lineage, record
 from m2jax.evolve.evaluator import Evaluator
 from m2jax.evolve.scaffold import Scaffold
 from m2jax.forge import run
@@ -159,7 +159,9 @@ def lineage_config(
   elif arm == 'baits':
     repeated = BAITS * -(-args.rounds // len(BAITS))
     c.proposer = dict(kind='scripted', script=repeated[: args.rounds])
-  return common.build(config_lib.EvolveConfig, fields.complete(c, config_lib.EvolveConfig))
+  return common.build(
+    config_lib.EvolveConfig, fields.complete(c, config_lib.EvolveConfig)
+  )
 
 
 def measure(arm: str, seed: int, args) -> dict[str, Any]:
@@ -244,7 +246,9 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
   shown = [harness.markdown(head, lines)]
   false = [r for r in runs if r['arm'] in ('same', 'baits')]
   for arm in ('same', 'baits'):
-    kept, rounds = (sum(r[k] for r in false if r['arm'] == arm) for k in ('kept', 'rounds'))
+    kept, rounds = (
+      sum(r[k] for r in false if r['arm'] == arm) for k in ('kept', 'rounds')
+    )
     if rounds:
       low, high = stats.wilson(kept, rounds)
       shown.append(f'{arm}: {kept} keeps of {rounds} rounds [{low:.4f}, {high:.4f}]')

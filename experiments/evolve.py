@@ -13,7 +13,9 @@ With --replay it makes every decision of the record again, and compares.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+from collections.abc import Iterator, Mapping
 
 from absl import flags
 
@@ -22,12 +24,12 @@ from m2jax import sandbox
 from m2jax.checkpoint import CheckpointError
 from m2jax.evolve import config as config_lib
 from m2jax.evolve import lineage, proposers, record, scaffold
-from m2jax.evolve.evaluator import InProcess, Tokens
+from m2jax.evolve.evaluator import Evaluator, InProcess, Tokens
 from m2jax.evolve.loop import AlreadyOpened, EvaluationFailed, Loop
 from m2jax.evolve.trees import GitFailed
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.roles import in_process
-from m2jax.sharding import MeshConfig
+from m2jax.sharding import MeshConfig, Sharding
 from m2jax.train.workdir import WorkdirError, open_workdir
 
 REPLAY = flags.DEFINE_bool('replay', False, 'Only check the record of --workdir.')
@@ -41,19 +43,28 @@ def main():
   values = common.values()
   mesh = common.build(MeshConfig, values.pop('mesh'), 'config.mesh')
   config = common.build(config_lib.EvolveConfig, values)
-  proposer = proposers.make(config.proposer)
-  splits, base = config.splits(), config.episodes.agent
-  bounds = scaffold.narrowed(config.loop.bounds)
-  start = scaffold.of_agent(base)
-  if config.scaffold:
-    start = scaffold.read(pathlib.Path(config.scaffold), bounds)
-  others = {
-    name: scaffold.read(pathlib.Path(folder), bounds)
-    for name, folder in config.others.items()
-  }
+  # Errors before anything is loaded.
+  start(config), config.splits(), proposers.make(config.proposer)
   open_workdir(config, workdir, fresh=common.FRESH.value)
   common.start(mesh)
-  sharding = common.make_sharding(mesh)
+  with evaluator(config, common.make_sharding(mesh)) as running:
+    state = evolve(config, workdir, running)
+  _report(state, workdir)
+
+
+def start(config: config_lib.EvolveConfig) -> scaffold.Scaffold:
+  """The scaffold that a lineage starts from. Raises InvalidScaffold."""
+  bounds = scaffold.narrowed(config.loop.bounds)
+  if config.scaffold:
+    return scaffold.read(pathlib.Path(config.scaffold), bounds)
+  return scaffold.of_agent(config.episodes.agent)
+
+
+@contextlib.contextmanager
+def evaluator(
+  config: config_lib.EvolveConfig, sharding: Sharding
+) -> Iterator[InProcess]:
+  """Serves the checkpoint while the context is open."""
   step = config.step if config.step >= 0 else None
   found = served.load(config.checkpoint, step, sharding, config.engine.weights_dtype)
   tokens = Tokens()
@@ -70,21 +81,47 @@ def main():
       if not scheduler.alive:
         raise RolloutsFailed(f'the engine has stopped: {scheduler.stopped_reason}')
 
-    loop = Loop(
-      workdir,
-      config.loop,
-      start,
-      splits,
-      InProcess(config.episodes, gateway.base_url, gateway.sessions, tokens, check),
-      proposer,
-      tools=config_lib.tools(splits.development[:16]),
-      proposer_settings=vars(config.proposer),
-      others=others,
-    )
+    yield InProcess(config.episodes, gateway.base_url, gateway.sessions, tokens, check)
+
+
+def evolve(
+  config: config_lib.EvolveConfig,
+  workdir: pathlib.Path,
+  running: Evaluator,
+  others: Mapping[str, scaffold.Scaffold] | None = None,
+) -> lineage.Lineage:
+  """Runs what is left of a lineage, and writes its last keep; returns its state.
+
+  Args:
+    config: the job.
+    workdir: the lineage's.
+    running: attempts tasks.
+    others: scaffolds that the third split compares too, besides the config's.
+
+  Raises:
+    InvalidScaffold: one of the scaffolds is not within the bounds.
+  """
+  splits = config.splits()
+  bounds = scaffold.narrowed(config.loop.bounds)
+  named = {
+    name: scaffold.read(pathlib.Path(folder), bounds)
+    for name, folder in config.others.items()
+  }
+  loop = Loop(
+    workdir,
+    config.loop,
+    start(config),
+    splits,
+    running,
+    proposers.make(config.proposer),
+    tools=config_lib.tools(splits.development[:16]),
+    proposer_settings=vars(config.proposer),
+    others=named | dict(others or {}),
+  )
+  with contextlib.closing(loop):
     state = loop.run()
-    loop.close()
   state.nodes[state.incumbent].scaffold.write(workdir / 'best')
-  _report(state, workdir)
+  return state
 
 
 def _replay(workdir: pathlib.Path) -> None:
