@@ -21,7 +21,7 @@ import numpy as np
 
 from m2jax import forest, platforms, sharding
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.rl import learner, rewards
+from m2jax.rl import estimators, learner, rewards
 from m2jax.train import step as train_step
 from tests import quick
 from tests.rl import test_learner
@@ -76,7 +76,7 @@ def updates(case: Case, where: sharding.Sharding):
       draft_top_k=7,
       bias_update_rate=1e-2,
     ),
-    algorithm=case.algorithm,
+    estimator=estimators.make(case.algorithm),
   )
   variables = jax.tree.map(jnp.asarray, quick.variables(cfg, 0, noise=0.1, bias=0.1))
   state = train_step.init_state(variables, optimizer)
