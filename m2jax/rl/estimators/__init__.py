@@ -111,7 +111,7 @@ class EstimatorConfig:
       loss += self.reference_kl * terms_lib.reference_kl(terms, self.kl_estimate)
     if self.entropy_bonus:
       (entropy,) = terms_lib.masked(terms.weight, terms.entropy)
-      loss -= self.entropy_bonus * terms.weight * entropy
+      loss -= self.entropy_bonus * (terms.weight * entropy)
     return loss
 
 
