@@ -106,6 +106,8 @@ class Objective:
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     terms = terms_lib.of(logprob, batch, entropy)
     metrics = self.estimator.metrics(terms) | agreement.measure(logprob, batch)
+    if terms.reference_logprob is not None:
+      metrics['reference_kl'] = jnp.sum(terms_lib.reference_kl(terms, 'k3'))
     return jnp.sum(self.estimator.penalised(terms)), metrics
 
 
