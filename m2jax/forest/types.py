@@ -69,7 +69,7 @@ class Forest:
     term_sample, term_offset: the sample of a term and its offset in that sample's
       response; -1 on padding.
     term_trajectory: number of the sample's trajectory, -1 on padding, or None.
-    reference_logprob: of each term under other weights, or None.
+    reference_logprob: each term's log-probability under other weights, or None.
     completion, trajectory: Σ log π/π_old and number of the terms of the sample, or of
       the trajectory, that a term belongs to (`rl.inputs`); or None.
     experts: recorded expert ids (-1: not replayed), or None.

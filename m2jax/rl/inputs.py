@@ -52,7 +52,7 @@ class Inputs:
     """Compiles nothing yet.
 
     Args:
-      needed: of `estimators.INPUTS`; the entropy is the gradient pass's own.
+      needed: some of `estimators.INPUTS`; the entropy is the gradient pass's own.
       cfg, config, sharding: as of the train step.
       state: its weights are the reference, of which a copy is kept if it is needed.
     """

@@ -28,7 +28,7 @@ OF_TOKENS = ('approx_kl', 'abs_log_ratio', 'old_logprob')
 
 
 class OfSequence(NamedTuple):
-  """Of the completion or trajectory that a term belongs to, before the gradient pass.
+  """Sums over the sequence that each term belongs to, from before the gradient pass.
 
   Attributes:
     log_ratio: Σ log π/π_old over the terms of the sequence, without a gradient.
@@ -52,7 +52,7 @@ class Terms(NamedTuple):
     old_logprob: the log-probability it was sampled with.
     advantage: Â of the completion that the term belongs to.
     weight: the result of `weights`; 0 on padding.
-    entropy: of the distribution that the token was drawn from, under π; differentiable.
+    entropy: that of π where the token was drawn; differentiable.
     reference_logprob: its log-probability under the weights that RL starts from.
     completion, trajectory: sums over the sequence that the term belongs to.
   """
@@ -73,7 +73,7 @@ class Terms(NamedTuple):
 
 
 def of(logprob: jax.Array, batch: Forest, entropy: jax.Array | None = None) -> Terms:
-  """The terms of a batch: all that it has."""
+  """The terms of a batch, with all that it has."""
 
   def sequence(sums):  # [B, M, 2]
     return None if sums is None else OfSequence(sums[..., 0], sums[..., 1])
