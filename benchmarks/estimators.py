@@ -245,7 +245,7 @@ class Trainer:
         row_tokens=ROW,
         row_terms=ROW,
         buckets=forest.Buckets((ROW,), (ROW,)),
-        algorithm=algorithm,
+        estimator=estimators.make(algorithm),
         reward=rewards.RewardConfig(alpha=0.0),
         step=train_step.StepConfig(
           micro_rows=GROUPS, mtp_weight=0.0, bias_update_rate=1e-3 if bias else 0.0

@@ -78,7 +78,8 @@ def _phase(stage: str, config: Mapping) -> str:
   if learner['shuffle_rewards']:
     return 'shuffled rewards'
   names = {'cispo': 'RL', 'expert_iteration': 'expert iteration'}
-  return names.get(learner['algorithm'], f'RL, {learner["algorithm"]}')
+  kind = learner['estimator']['kind']
+  return names.get(kind, f'RL, {kind}')
 
 
 def rows(workdir: pathlib.Path) -> list[Row]:

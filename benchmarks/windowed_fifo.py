@@ -52,7 +52,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness
-from m2jax.pool.windowed_fifo import WindowedFifo, default_window
+from m2jax.pool.windowed_fifo import WindowedFifo
+from m2jax.pool.windows import default_window
 
 LOG_NORMAL, NARROW, BIMODAL = 'log-normal', 'narrow log-normal', 'bimodal'
 _TAIL = {LOG_NORMAL: 10.0, NARROW: 2.0}  # 99th percentile over the median

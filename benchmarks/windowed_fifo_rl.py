@@ -44,7 +44,7 @@ from benchmarks.windowed_fifo import Items, Policy, Simulation
 from m2jax import config as model_config
 from m2jax import forest
 from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimizer
-from m2jax.pool.windowed_fifo import default_window
+from m2jax.pool.windows import default_window
 from m2jax.records import Completion, Trajectory
 from m2jax.rl import learner as learner_lib
 from m2jax.rl import rewards

@@ -75,8 +75,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     window='default',  # W = 0.3 N
     partial_credit=0.5,  # maximum for a partly correct end state
     learner=dict(
-      algorithm='cispo',  # or grpo, dapo, policy_gradient, … (docs/rl.md)
-      is_weight_max=5.0,  # of cispo
+      estimator=dict(kind='cispo'),  # or grpo, dapo, gspo, … (docs/rl.md)
       reward=dict(
         alpha=0.1,  # weight of the process reward: -1 for a malformed turn
         beta=0.0,  # weight of the speed reward: at most 1, for a success
@@ -115,7 +114,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     c.more_sft.optimizer.schedule.update(total_steps=2900, decay_steps=1000)
     c.rl = None
   elif variant == 'expert_iteration':
-    c.rl.learner.algorithm = 'expert_iteration'
+    c.rl.learner.estimator.kind = 'expert_iteration'
   elif variant == 'shuffled':
     c.rl.learner.shuffle_rewards = True
   elif variant:

@@ -57,7 +57,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.optimizer = dict(adam=dict(learning_rate=2.4e-4), weight_decay=0.1)
   c.mtp_weight = 0.3
   c.bias_update_rate = 1e-3
-  c.is_weight_max = 5.0
+  c.estimator = dict(kind='cispo', is_weight_max=5.0)
   c.weights_dtype = 'bfloat16'
   c.compiler_options = dict(COMPILER_OPTIONS)
   # 12,582,912 tokens a step, as configs/pretrain_m2.py; meshes of 256, 512 and 1,024

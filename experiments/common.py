@@ -298,7 +298,11 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
     return values
   if not dataclasses.is_dataclass(kind) or values is None:
     return tuple(values) if isinstance(values, list) else values
+  name = kind.__name__
   try:
+    if hasattr(kind, 'kinds'):  # None is the kind's default (`fields.complete`)
+      values = {field: value for field, value in values.items() if value is not None}
+      name = f'kind {values.get("kind")!r}'
     kind = fields.chosen(kind, values)
   except ValueError as error:
     raise BadInput(f'{path}.{error}') from error
@@ -307,8 +311,7 @@ def build(kind: type, values: Any, path: str = 'config') -> Any:
   unknown = sorted(set(values) - set(known))
   if unknown:
     raise BadInput(
-      f'{path}: {kind.__name__} has no field {", ".join(unknown)}; '
-      f'it has {", ".join(known)}'
+      f'{path}: {name} has no field {", ".join(unknown)}; it has {", ".join(known)}'
     )
   missing = [
     name

@@ -26,6 +26,8 @@ def complete(
     for value in config.values():
       complete(value, entries)
     return config
+  if hasattr(kind, 'kinds'):
+    return _unset(config, kind)
   kind = chosen(kind, config)
   hints = typing.get_type_hints(kind)
   for field in dataclasses.fields(kind):
@@ -41,6 +43,21 @@ def complete(
     elif isinstance(config[name], ml_collections.ConfigDict):
       for part in filter(_has_fields, kinds):
         complete(config[name], part)
+  return config
+
+
+def _unset(config: ml_collections.ConfigDict, kind: type) -> ml_collections.ConfigDict:
+  """Adds placeholders for what flags can set where one of them may change the kind.
+
+  They are the fields of the group's kind and of all in `kind.kinds()`; what stays unset
+  is the default of the kind that `build` finds.
+  """
+  for of_kind in (chosen(kind, config), *kind.kinds()):
+    hints = typing.get_type_hints(of_kind)
+    for field in dataclasses.fields(of_kind):
+      if field.name not in config and hints[field.name] in _SCALARS:
+        name, of = field.name, hints[field.name]
+        config[name] = ml_collections.config_dict.placeholder(of)
   return config
 
 
@@ -71,6 +88,9 @@ def _settable(value, kinds: tuple[type, ...]):
     return ml_collections.config_dict.placeholder(kinds[0])
   if not dataclasses.is_dataclass(value):
     return value
+  if hasattr(value, 'kinds'):  # with its defaults only: see `_unset`
+    group = ml_collections.ConfigDict({'kind': value.kind})
+    return complete(group, type(value))
   hints = typing.get_type_hints(type(value))
   names = [field.name for field in dataclasses.fields(value)]
   return ml_collections.ConfigDict(

@@ -1,4 +1,4 @@
-"""Components that a config selects by `kind`: tasks, teachers, agents.
+"""Components that a config selects by `kind`: tasks, teachers, agents, estimators.
 
 A kind is a module, of this repository or any other. A name without a dot is a module of
 the package it belongs to (`terminal` of `m2jax.tasks`) or, if it has none, an entry
@@ -72,5 +72,6 @@ def _entry_point(group: str, name: str) -> metadata.EntryPoint:
 
 
 def _names(package: str) -> list[str]:
-  path = importlib.import_module(package).__path__
-  return [module.name for module in pkgutil.iter_modules(path) if module.ispkg]
+  found = importlib.import_module(package)
+  modules = pkgutil.iter_modules(found.__path__)
+  return getattr(found, 'KINDS', None) or [m.name for m in modules if m.ispkg]

@@ -189,6 +189,7 @@ def forward(
   *,
   detach_mtp: bool = False,
   comparison: draft_loss.Comparison | None = None,
+  entropy_gradient: bool = False,
   sharding: Sharding = ONE_DEVICE,
 ) -> Outputs:
   """Scores every token of the forest from its parent's state (law 2).
@@ -202,13 +203,19 @@ def forward(
     detach_mtp: stop the MTP loss's gradient at trunk, embedding and head: only the
       modules learn from it.
     comparison: how each MTP module is compared with the trunk; None: no `drafts`.
+    entropy_gradient: whether the entropy carries a gradient.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
   rules = sharding.rules
   cache = None if prefix is None else prefix_cache.specs(rules)
   specs = _variable_specs(cfg, variables, rules), sharding_lib.batch_specs(rules), cache
   run = functools.partial(
-    _on_shards, cfg, detach_mtp=detach_mtp, comparison=comparison, sharding=sharding
+    _on_shards,
+    cfg,
+    detach_mtp=detach_mtp,
+    comparison=comparison,
+    entropy_gradient=entropy_gradient,
+    sharding=sharding,
   )
   return sharding.shard_map(run, specs, _output_specs(rules, cache))(
     variables, batch, prefix
@@ -235,12 +242,18 @@ def token_logprobs(
   m2: M2, variables, batch: Forest, *, sharding: Sharding = ONE_DEVICE
 ) -> Float[Array, 'B S']:
   """log p(token | its path), at least fp32; 0 at roots and padding."""
-  cfg = dataclasses.replace(m2.cfg, num_mtp_modules=0)
-  trunk_only = {
+  return forward(*without_modules(m2.cfg, variables), batch, sharding=sharding).logprob
+
+
+def without_modules(cfg: ModelConfig, variables) -> tuple[ModelConfig, dict[str, Any]]:
+  """The model without its MTP modules, as config and variables."""
+  kept = {
     kind: {name: leaf for name, leaf in variables[kind].items() if name != 'mtp'}
     for kind in ('params', 'router')
   }
-  return forward(cfg, trunk_only, batch, sharding=sharding).logprob
+  if 'route' in variables:
+    kept['route'] = variables['route']
+  return dataclasses.replace(cfg, num_mtp_modules=0), kept
 
 
 def _on_shards(
@@ -251,6 +264,7 @@ def _on_shards(
   *,
   detach_mtp: bool,
   comparison: draft_loss.Comparison | None,
+  entropy_gradient: bool,
   sharding: Sharding,
 ) -> Outputs:
   """`forward` on one device's shards."""
@@ -265,7 +279,9 @@ def _on_shards(
 
   cached_states = None if prefix is None else prefix.states[0]
   state = head.at_parent(out.hidden, batch, sharding, cached_states)
-  logprob, entropy = head.score(params, state, batch, sharding, depth=1)
+  logprob, entropy = head.score(
+    *(params, state, batch, sharding), depth=1, entropy_gradient=entropy_gradient
+  )
   if detach_mtp:
     modules_read = jax.lax.stop_gradient((state, params))
   else:

@@ -13,7 +13,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from m2jax.moe import experts
-from m2jax.rl import cispo
+from m2jax.rl.estimators import cispo
 
 _ROOT = Path(__file__).parent.parent
 _T, _D, _E, _F, _K = 4, 8, 3, 16, 2
@@ -26,7 +26,7 @@ typed = pytest.mark.skipif(
 _UNCHECKED = """
 import sys
 import jax.numpy as jnp
-from m2jax.rl import cispo
+from m2jax.rl.estimators import cispo
 one = jnp.ones(4)
 assert cispo.loss(one, one, jnp.ones((2, 4)), one).shape == (2, 4)
 assert 'beartype' not in sys.modules

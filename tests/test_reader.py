@@ -21,7 +21,7 @@ QUESTIONS = {
   'Where is the rule by which one token sees another?': [
     'm2jax.kernels.tree_attention.visibility:Visibility'
   ],
-  'Where is the CISPO loss of a term?': ['m2jax.rl.cispo:loss'],
+  'Where is the CISPO loss of a term?': ['m2jax.rl.estimators.cispo:loss'],
   'Where does a fast success earn more than a slow one?': [
     'm2jax.rl.rewards:RewardConfig'
   ],

@@ -14,7 +14,7 @@ def test_model_forest_and_loss():
   import jax.numpy as jnp
 
   from m2jax import config, forest, model
-  from m2jax.rl import cispo
+  from m2jax.rl.estimators import cispo
 
   cfg = config.tiny()
   m2 = model.M2(cfg)

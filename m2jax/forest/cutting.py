@@ -84,13 +84,18 @@ class Chunk:
     batch: Forest of [1, C]. Indices in `parent` and `subtree_end` start with the P
       slots of the stack, so that `subtree_end` is [1, P + C]. A push has no terms.
     start: for push and pop, the position of the first token, which is its slot.
-    length: number of tokens without padding.
+    ids: indices in the tree of its tokens, without padding.
   """
 
   kind: str
   batch: Forest
   start: int
-  length: int
+  ids: np.ndarray
+
+  @property
+  def length(self) -> int:
+    """Number of tokens without padding."""
+    return len(self.ids)
 
   @property
   def shape(self) -> tuple[str, int, int, int]:
@@ -289,7 +294,7 @@ class _Builder:
     order = np.lexsort(([p[0] for p in pieces], -depth))
     depth, pieces = depth[order], [pieces[i] for i in order]
     runs = [piece[:2] for piece in pieces]
-    batch, stack, length = self._batch('leaf', runs, int(depth[0]) + 1)
+    batch, stack, ids = self._batch('leaf', runs, int(depth[0]) + 1)
     stops = np.cumsum([stop - start for start, stop in runs])
     # Slot j is visible to the pieces attached to it or deeper, the first of the chunk.
     seen = np.searchsorted(-depth, -np.arange(stack), side='right')
@@ -302,22 +307,23 @@ class _Builder:
       batch.parent[0, to.start] = at
       ends = self._tree.subtree_end[0, first:end] + shift
       batch.subtree_end[0, stack + to.start : stack + stop] = ends
-    return Chunk('leaf', batch, 0, length)
+    return Chunk('leaf', batch, 0, ids)
 
   def run(self, kind: str, start: int, ids: np.ndarray) -> Chunk:
     """A segment of the path, from slot `start`."""
     cuts = np.flatnonzero(np.diff(ids) != 1) + 1
     parts = np.split(ids, cuts)
     runs = [(int(part[0]), int(part[-1]) + 1) for part in parts]
-    batch, stack, length = self._batch(kind, runs, start)
+    batch, stack, ids = self._batch(kind, runs, start)
+    length = len(ids)
     batch.parent[0, :length] = stack + np.arange(length) - 1
     batch.parent[0, 0] = start - 1
     batch.subtree_end[0, :start] = stack + length
     batch.subtree_end[0, stack : stack + length] = stack + length
-    return Chunk(kind, batch, start, length)
+    return Chunk(kind, batch, start, ids)
 
   def _batch(self, kind, runs, depth):
-    """A chunk's arrays except parents and ends; P; the number of tokens."""
+    """A chunk's arrays except parents and ends; P; its tokens in the tree."""
     tree, buckets = self._tree, self._buckets
     ids = np.concatenate([np.arange(*run) for run in runs])
     size = buckets_lib.fit(len(ids), buckets.chunk_tokens, 'chunk_tokens')
@@ -337,7 +343,7 @@ class _Builder:
         shape = 1, columns, *values.shape[2:]
         copied[name] = np.full(shape, FIELDS[name]['fill'], values.dtype)
         copied[name][0, : len(of)] = values[0, of]
-    return dataclasses.replace(out, **copied), stack, len(ids)
+    return dataclasses.replace(out, **copied), stack, ids
 
   def _terms_of(self, runs):
     """Terms of the tokens in `runs`: slots in the tree, indices of their tokens."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from m2jax.forest import replay, trie
-from m2jax.forest.types import FIELDS, SAMPLED, Forest, Sample, padding
+from m2jax.forest.types import FIELDS, OPTIONAL, SAMPLED, Forest, Sample, padding
 
 LOSSES = ('response', 'path')
 
@@ -241,6 +241,11 @@ def _fill(
       counts[p.row] += _num_terms(samples[p.index])
     row_terms = max(int(counts.max()), 1)
   out = padding(needed if rows is None else rows, row_tokens, row_terms)
+  for name in SAMPLED.keys() & set(OPTIONAL):
+    if any(getattr(sample, SAMPLED[name]) is not None for sample in samples):
+      of = FIELDS[name]
+      values = np.full(out.weight.shape, of['fill'], of['dtype'])
+      out = dataclasses.replace(out, **{name: values})
   ends = np.zeros(
     (needed, row_tokens + 1), np.int32
   )  # number of samples that end at a token
@@ -283,6 +288,8 @@ def _fill_terms(out: Forest, place: _Place, sample: Sample, row: _Row, iota) -> 
   to = place.row, slice(row.terms, row.terms + len(offset))
   out.term_token[to] = row.path[sample.prompt_length : len(sample.tokens)][nonzero]
   for name, in_sample in SAMPLED.items():
+    if getattr(out, name) is None:
+      continue
     values, default = getattr(sample, in_sample), FIELDS[name]['default']
     found = default if values is None else np.asarray(values)[nonzero]
     getattr(out, name)[to] = found

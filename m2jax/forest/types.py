@@ -24,7 +24,13 @@ def _per_token(dtype, fill: int = 0, **options):
   )
 
 
-def _per_term(dtype, fill: int = 0, sample: str | None = '', default: int = 0):
+def _per_term(
+  dtype,
+  fill: int = 0,
+  sample: str | None = '',
+  default: int = 0,
+  optional: bool = False,
+):
   """A field with a value for each loss term.
 
   Args:
@@ -32,9 +38,16 @@ def _per_term(dtype, fill: int = 0, sample: str | None = '', default: int = 0):
     sample: the name of its values in `Sample`; '' is the field's own, None: samples
       have none, and `merge` makes them.
     default: the value where a sample has None.
+    optional: the field is None where no sample has values.
   """
   of = dict(per='term', dtype=dtype, fill=fill, sample=sample, default=default)
-  return dataclasses.field(metadata=of)
+  none: Any = dict(default=None) if optional else {}
+  return dataclasses.field(metadata=of, **none)
+
+
+def _computed():
+  """A field with a value for each loss term, None until a pass has computed it."""
+  return _per_term(np.float32, sample=None, optional=True)
 
 
 @unchecked  # jax also fills it with specs and placeholders
@@ -55,6 +68,10 @@ class Forest:
       OLDER_KEYS: none, but others had sampled the response's beginning.
     term_sample, term_offset: the sample of a term and its offset in that sample's
       response; -1 on padding.
+    term_trajectory: number of the sample's trajectory, -1 on padding, or None.
+    reference_logprob: each term's log-probability under other weights, or None.
+    completion, trajectory: Σ log π/π_old and number of the terms of the sample, or of
+      the trajectory, that a term belongs to (`rl.inputs`); or None.
     experts: recorded expert ids (-1: not replayed), or None.
   """
 
@@ -74,6 +91,12 @@ class Forest:
   lag: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1, sample='lags', default=-1)
   term_sample: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1, sample=None)
   term_offset: Int32[Array, 'B M'] = _per_term(np.int32, fill=-1, sample=None)
+  term_trajectory: Int32[Array, 'B M'] | None = _per_term(
+    np.int32, fill=-1, sample='trajectories', default=-1, optional=True
+  )
+  reference_logprob: Float[Array, 'B M'] | None = _computed()
+  completion: Float[Array, 'B M 2'] | None = _computed()
+  trajectory: Float[Array, 'B M 2'] | None = _computed()
   experts: Int32[Array, 'B S L k'] | None = _per_token(np.int32, fill=-1, default=None)
 
   @property
@@ -85,6 +108,7 @@ class Forest:
 FIELDS = {field.name: field.metadata for field in dataclasses.fields(Forest)}
 TOKEN_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'token')
 TERM_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'term')
+OPTIONAL = tuple(f.name for f in dataclasses.fields(Forest) if f.default is None)
 # Per-term field → where `merge` finds its values in a sample.
 SAMPLED = {
   name: of['sample'] or name
@@ -113,6 +137,7 @@ class Sample:
     old_logprobs, advantages, weights, versions, lags: one value per response token,
       R = T - prompt_length; None means 0, 1, 1, 0 and -1. A token of weight 0 has no
       term.
+    trajectories: the number of its trajectory, for each response token.
     experts: recorded expert ids, -1 if not recorded. If samples share a token, the
       record of one that sampled it is used (replay.py).
   """
@@ -124,6 +149,7 @@ class Sample:
   weights: Float[np.ndarray, 'R'] | None = None
   versions: Int[np.ndarray, 'R'] | None = None
   lags: Int[np.ndarray, 'R'] | None = None
+  trajectories: Int[np.ndarray, 'R'] | None = None
   experts: Int[np.ndarray, 'T L k'] | None = None
 
 
@@ -134,7 +160,7 @@ def padding(rows: int, row_tokens: int, row_terms: int) -> Forest:
     **{
       name: np.full((rows, size[of['per']]), of['fill'], of['dtype'])
       for name, of in FIELDS.items()
-      if name != 'experts'
+      if name not in OPTIONAL
     }
   )
 
@@ -173,6 +199,7 @@ def causal(tokens: Int[Array, 'B S']) -> Forest:
   values = {
     name: xp.full(terms.shape, FIELDS[name]['default'], FIELDS[name]['dtype'])
     for name in SAMPLED
+    if name not in OPTIONAL
   }
   return Forest(
     tokens=tokens,

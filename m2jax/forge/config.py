@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import urllib.parse
 from collections.abc import Mapping
+from typing import Any
 
 from m2jax.agents.episodes import EpisodeConfig
 from m2jax.checks import require
@@ -14,6 +15,7 @@ from m2jax.forge.curriculum import CurriculumConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import gnmr
 from m2jax.optim.optimizer import OptimizerConfig
+from m2jax.pool import windows
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rollout.disaggregation.connection import Address
 from m2jax.rollout.disaggregation.handover import HandoverConfig
@@ -65,7 +67,9 @@ class RlConfig:
     seconds: also stop after this much RL time, restarts included; 0 is no limit.
     groups_per_step: work items per update.
     group_size: G, trajectories per item.
-    capacity, window: N and W of windowed FIFO, in items ('default' is ⌊0.3 N⌋).
+    capacity: N, the groups that are submitted and neither taken nor failed.
+    window: which of them may be taken: W of windowed FIFO in items ('default' is
+      ⌊0.3 N⌋), None for all, or another rule (`pool.windows`).
     checkpoint_every: updates between checkpoints.
     keep_every_steps, max_skipped: see `train.loop.LoopConfig`.
     learner: how groups become an update.
@@ -103,7 +107,7 @@ class RlConfig:
   groups_per_step: int
   group_size: int
   capacity: int
-  window: int | None | str
+  window: int | str | Mapping[str, Any] | None
   checkpoint_every: int
   learner: LearnerConfig
   optimizer: OptimizerConfig
@@ -131,6 +135,7 @@ class RlConfig:
     check(limit is None or limit >= 1, 'max_failed_groups', 'at least 1, or None')
     keep = self.keep_items
     check(keep is None or keep >= 0, 'keep_items', 'at least 0, or None')
+    windows.make(self.window)  # raises ValueError
     fits = 1 <= self.groups_per_step <= self.capacity
     check(fits, 'groups_per_step', f'between 1 and capacity={self.capacity}')
 

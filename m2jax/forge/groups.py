@@ -75,6 +75,7 @@ class Groups:
       roles.pool,
       self._rl.capacity,
       self._rl.window,
+      self._rl.groups_per_step,
       deadline_s=self._rl.item_deadline_s,
       on_expired=self._attempts.cancel,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import evaluations, report
 from m2jax.observe import metrics as metrics_lib
-from m2jax.pool import database, windowed_fifo
+from m2jax.pool import database, windows
 from m2jax.pool.data_pool import DataPool, StoredTrajectory
 
 _SHOWN_EPISODES = 60  # of training and of evaluation each
@@ -31,11 +31,7 @@ def write(
     )
   ]
   rl = config.rl
-  window = None
-  if rl is not None:
-    window = rl.window
-    if window == 'default':
-      window = windowed_fifo.default_window(rl.capacity)
+  window = windows.make(rl.window).items(rl.capacity) if rl is not None else None
   report.write_report(
     workdir / 'report.html',
     records,

@@ -44,16 +44,19 @@ def score(
   sharding: Sharding,
   *,
   depth: int | Int[Array, ''],
+  entropy_gradient: bool = False,
 ) -> tuple[Float[Array, 'B S'], Float[Array, 'B S']]:
   """Log-probability and entropy of each token from its parent's state.
 
-  Both are 0 at roots, padding and tokens of position below `depth`.
+  Both are 0 at roots, padding and tokens of position below `depth`. The entropy has a
+  gradient only with `entropy_gradient`.
   """
   logprob, entropy = token_logprobs(
     state.reshape(-1, state.shape[-1]),
     params['head'],
     batch.tokens.reshape(-1),
     sharding.axes('vocab'),
+    entropy_gradient,
   )
   live, shape = scored(batch, depth), batch.tokens.shape
   return tuple(jnp.where(live, x.reshape(shape), 0) for x in (logprob, entropy))

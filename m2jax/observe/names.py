@@ -224,6 +224,13 @@ _OFF_POLICY = (
   ),
   Metric('clipped_mass', _RL, '1', 'mean of π/π_old removed by clipping', ('plot',)),
   Metric('approx_kl', _RL, 'nats', 'estimate of KL(π_old ‖ π), per token', ('plot',)),
+  Metric(
+    'reference_kl',
+    _RL,
+    'nats',
+    'estimate of KL(π ‖ the weights that RL started from), per token',
+    when='the estimator asks for these weights',
+  ),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
   Metric(
     'mismatch/tokens',

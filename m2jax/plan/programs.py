@@ -25,7 +25,7 @@ from m2jax.layers import prefix_cache
 from m2jax.optim import gnmr
 from m2jax.optim import optimizer as optimizer_lib
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
-from m2jax.rl import estimators, learner
+from m2jax.rl import learner
 from m2jax.rollout.engine import forward, placement
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
@@ -72,6 +72,7 @@ def batch(cfg: ModelConfig, placed: Placed) -> forest.Forest:
   cut = {
     name: jax.ShapeDtypeStruct((rows, terms), getattr(shapes, name).dtype)
     for name in forest.TERM_FIELDS
+    if getattr(shapes, name) is not None
   }
   if placed.workload.kind == 'rl':
     ids = rows, tokens, cfg.num_layers, cfg.experts_per_token
@@ -130,8 +131,7 @@ def _objective(config: PlanConfig, placed: Placed):
   rl = placed.workload.kind == 'rl'
   objective = train_step.nll
   if rl:
-    estimator = estimators.make('cispo', is_weight_max=config.is_weight_max)
-    objective = functools.partial(learner.objective, estimator=estimator)
+    objective = learner.Objective(config.estimator)
   return objective, train_step.StepConfig(
     micro_rows=placed.micro_rows,
     mtp_weight=config.mtp_weight,

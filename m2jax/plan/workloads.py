@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.optim.optimizer import OptimizerConfig
+from m2jax.rl.estimators import EstimatorConfig, cispo
 from m2jax.sharding import MeshConfig
 
 TRAINING = ('pretrain', 'rl')
@@ -96,7 +97,8 @@ class PlanConfig:
     workloads: name → workload.
     default: names of the workloads that are planned if none is given.
     optimizer: the train step's optimizer.
-    mtp_weight, bias_update_rate, is_weight_max: see StepConfig and LearnerConfig.
+    mtp_weight, bias_update_rate: see StepConfig.
+    estimator: RL's, one that needs no pass of its own before the gradient's.
     weights_dtype: dtype of the served weights, which have no MTP modules.
     page_tokens: tokens per page of the served cache.
     compiler_options: XLA's options, for every program.
@@ -108,12 +110,17 @@ class PlanConfig:
   optimizer: OptimizerConfig = OptimizerConfig()
   mtp_weight: float = 0.3
   bias_update_rate: float = 1e-3
-  is_weight_max: float = 5.0
+  estimator: EstimatorConfig = cispo.Config()
   weights_dtype: str = 'bfloat16'
   page_tokens: int = 128
   compiler_options: Mapping[str, str | bool | int] = dataclasses.field(
     default_factory=dict
   )
+
+  def __post_init__(self):
+    passes = sorted(self.estimator.inputs - {'entropy'})
+    want = f'an estimator without passes of its own; these are not planned: {passes}'
+    require(self, not passes, 'estimator', want)
 
 
 @dataclasses.dataclass(frozen=True)

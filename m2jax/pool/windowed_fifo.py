@@ -13,7 +13,7 @@ has not retired:
 W = 1 is strict FIFO. `window=None` is greedy: any completed item may be taken; W = N is
 not greedy, since head + N stays blocked. Between the submission of an item and its
 taking at most N + W − 2 others are taken: N − 1 older live ones, and W − 1 younger
-ones.
+ones. Other rules of what may be taken have the same form (`pool.windows`).
 
 The queue is in memory only; the state that must survive a crash is in `data_pool`, from
 which `work_queue` restores the queue (law 5).
@@ -27,6 +27,8 @@ import heapq
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from m2jax.pool import windows
 
 
 class Full(RuntimeError):
@@ -45,7 +47,7 @@ class WindowState:
     head: oldest index that has not retired; next_index if nothing is live.
     next_index: index of the next submission.
     capacity: N.
-    window: W, or None if greedy.
+    window: W, the items from the head on that may be taken now; None if all.
     pending: submitted and still running.
     completed: finished and not taken.
     in_window: completed items inside the current window.
@@ -66,39 +68,30 @@ class WindowState:
   failed: int
 
 
-def default_window(capacity: int) -> int:
-  """W = max(1, ⌊0.3 N⌋), the report's setting (facts/m2-and-forge.md §4.5)."""
-  return max(1, 3 * capacity // 10)
-
-
 class WindowedFifo:
   """A thread-safe windowed FIFO queue, as defined in the module's docstring."""
 
   def __init__(
     self,
     capacity: int,
-    window: int | None | str = 'default',
+    window: windows.Window = 'default',
+    per_update: int = 1,
   ):
     """Makes an empty queue.
 
     Args:
       capacity: N, the maximum number of live items; at least 1.
-      window: W, at least 1; None is greedy; 'default' is `default_window(capacity)`.
+      window: W, at least 1; None is greedy; 'default' is
+        `windows.default_window(capacity)`; or another rule (`windows.make`).
+      per_update: items that an update takes, for rules that count updates.
 
     Raises:
       ValueError: capacity or window is out of range.
     """
     if capacity < 1:
       raise ValueError(f'WindowedFifo: capacity={capacity}: must be at least 1')
-    if window == 'default':
-      window = default_window(capacity)
-    if window is not None and (not isinstance(window, int) or window < 1):
-      raise ValueError(
-        f'WindowedFifo: window={window!r}: must be an int ≥ 1, None (greedy) or '
-        "'default'"
-      )
-    self.capacity = capacity
-    self.window = window
+    self.capacity, self._per_update = capacity, per_update
+    self._rule = windows.make(window)
     self._changed = threading.Condition()
     self._head = 0
     self._next_index = 0
@@ -107,6 +100,7 @@ class WindowedFifo:
     self._ready: list[int] = []  # heap of the completed indices
     self._retired: set[int] = set()  # retired indices above the head
     self._taken = 0
+    self._born: dict[int, int] = {}  # by live index: `_taken` at its submission
     self._failed = 0
     self._closed = False
     self.failures: collections.deque[tuple[int, str]] = collections.deque(maxlen=256)
@@ -129,6 +123,7 @@ class WindowedFifo:
       index = self._next_index
       self._next_index += 1
       self._pending[index] = item
+      self._born[index] = self._taken
       return index
 
   def complete(self, index: int, result: Any = None) -> None:
@@ -170,7 +165,7 @@ class WindowedFifo:
     """
     with self._changed:
       out: list[tuple[int, Any]] = []
-      while len(out) < n and self._ready and self._allowed(self._ready[0], self._head):
+      while len(out) < n and self._ready and self._allowed(self._ready[0]):
         index = heapq.heappop(self._ready)
         out.append((index, self._completed.pop(index)))
         self._taken += 1
@@ -238,6 +233,7 @@ class WindowedFifo:
     *,
     completed: Mapping[int, Any] | None = None,
     pending: Mapping[int, Any] | None = None,
+    ages: Mapping[int, int] | None = None,
   ) -> None:
     """Sets an unused queue to a saved state (law 5; `WorkQueue.resume` calls it).
 
@@ -249,6 +245,7 @@ class WindowedFifo:
       completed: results of finished items that were not taken.
       pending: items that run again. Every other index in [head, next_index) is pending
         with the item None.
+      ages: items taken since the submission of live ones; 0 where it is not given.
 
     Raises:
       RuntimeError: the queue has been used.
@@ -276,7 +273,16 @@ class WindowedFifo:
       self._pending = {i: items.get(i) for i in sorted(rest)}
       self._completed = completed
       self._ready = sorted(completed)
+      ages = ages or {}
+      self._born = {i: self._taken - ages.get(i, 0) for i in rest | completed.keys()}
       self._changed.notify_all()
+
+  @property
+  def window(self) -> int | None:
+    """W: the items from the head on that may be taken now; None if all."""
+    with self._changed:
+      end = self._end(self._head, self._taken)
+      return None if end is None else end - self._head
 
   @property
   def head(self) -> int:
@@ -304,16 +310,16 @@ class WindowedFifo:
   def state(self) -> WindowState:
     """Counts for metrics and for the report's window plots."""
     with self._changed:
-      in_window = sum(self._allowed(i, self._head) for i in self._ready)
+      in_window, window = sum(map(self._allowed, self._ready)), self.window
       remaining = None
-      if self.window is not None:
-        used = sum(i < self._head + self.window for i in self._retired)
-        remaining = self.window - used
+      if window is not None:
+        used = sum(i < self._head + window for i in self._retired)
+        remaining = window - used
       return WindowState(
         head=self._head,
         next_index=self._next_index,
         capacity=self.capacity,
-        window=self.window,
+        window=window,
         pending=len(self._pending),
         completed=len(self._completed),
         in_window=in_window,
@@ -341,14 +347,28 @@ class WindowedFifo:
   def _live(self) -> int:
     return len(self._pending) + len(self._completed)
 
-  def _allowed(self, index: int, head: int) -> bool:
-    return self.window is None or index < head + self.window
+  def _allowed(self, index: int) -> bool:
+    end = self._end(self._head, self._taken)
+    return end is None or index < end
+
+  def _end(self, head: int, taken: int) -> int | None:
+    """The first index that may not be taken, with this head after `taken` items."""
+    age = taken - self._born.get(head, taken)
+    queue = windows.Queue(head, self._next_index, self.capacity, age, self._per_update)
+    end = self._rule.end(queue)
+    if end is not None and end <= head:
+      raise ValueError(
+        f'{self._rule}: end {end} is not above the head {head}, which could never be '
+        'taken'
+      )
+    return end
 
   def _takeable(self, limit: int) -> int:
     """Number of items that `take(limit)` would return."""
     head, retired, count = self._head, set(), 0
     for index in sorted(self._ready):
-      if count == limit or not self._allowed(index, head):
+      end = self._end(head, self._taken + count)
+      if count == limit or (end is not None and index >= end):
         break
       count += 1
       retired.add(index)
@@ -358,6 +378,7 @@ class WindowedFifo:
 
   def _retire(self, index: int) -> None:
     self._retired.add(index)
+    del self._born[index]
     while self._head in self._retired:
       self._retired.remove(self._head)
       self._head += 1

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from absl import logging
 
 from m2jax import records
-from m2jax.pool import data_pool, windowed_fifo
+from m2jax.pool import data_pool, windowed_fifo, windows
 
 
 class Taken(NamedTuple):
@@ -53,7 +53,8 @@ class WorkQueue:
     self,
     pool: data_pool.DataPool,
     capacity: int,
-    window: int | None | str = 'default',
+    window: windows.Window = 'default',
+    per_update: int = 1,
     *,
     deadline_s: float | None = None,
     on_expired: Callable[[int], None] = lambda index: None,
@@ -62,7 +63,7 @@ class WorkQueue:
 
     Args:
       pool: stores the items.
-      capacity, window: N and W, see `windowed_fifo.WindowedFifo`.
+      capacity, window, per_update: N, W and P, see `windowed_fifo.WindowedFifo`.
       deadline_s: seconds from submission, or reissue, to completion; None is no limit.
       on_expired: called with the index of an item after its deadline failed it, from a
         thread of this queue.
@@ -70,7 +71,7 @@ class WorkQueue:
     if deadline_s is not None and not deadline_s > 0:
       raise ValueError(f'WorkQueue: deadline_s={deadline_s}: must be positive, or None')
     self._pool = pool
-    self._fifo = windowed_fifo.WindowedFifo(capacity, window)
+    self._fifo = windowed_fifo.WindowedFifo(capacity, window, per_update)
     self._deadline_s, self._on_expired = deadline_s, on_expired
     self._lock = threading.Lock()  # held while pool and queue are changed together
     self._taken = 0  # items taken in the history of the current weights
@@ -116,16 +117,17 @@ class WorkQueue:
       present = self._pool.ledger()
       completed = self._pool.items('completed', first=present.head)
       retired = self._pool.items('taken', 'failed', first=present.head)
+      self._taken = self._pool.counts()['taken']
+      live = [*completed, *again]
+      self._taken_before = {item.index: item.taken_before for item in live}
       self._fifo.restore(
         present.head,
         [item.index for item in retired],
         present.next_index,
         completed={item.index: None for item in completed},
         pending={item.index: item for item in again},
+        ages={i: self._taken - before for i, before in self._taken_before.items()},
       )
-      self._taken = self._pool.counts()['taken']
-      live = [*completed, *again]
-      self._taken_before = {item.index: item.taken_before for item in live}
     for item in again:
       self._start_deadline(item.index)
     return again

@@ -12,7 +12,6 @@ rows (`parts`), and all train it (`train`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import random
 import time
@@ -27,17 +26,18 @@ from absl import logging
 
 from m2jax import forest
 from m2jax import sharding as sharding_lib
-from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.records import Completion, Lineages
 from m2jax.rl import (
   agreement,
   estimators,
-  expert_iteration,
+  inputs,
   packing,
   rewards,
   samples,
 )
+from m2jax.rl import terms as terms_lib
+from m2jax.rl.estimators import cispo
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import chunks
 from m2jax.train import hosts as hosts_lib
@@ -53,14 +53,8 @@ class LearnerConfig:
       `step.micro_rows` the one compiled shape of rows.
     buckets: shapes of the chunks for groups too large for rows (`rl.packing`); the
       stack has to hold the longest path.
-    algorithm: the estimator of the policy gradient (`rl.estimators`): 'cispo', 'grpo',
-      'dapo', 'policy_gradient', or 'expert_iteration', which imitates successes and
-      discards failures (`rl.expert_iteration`).
-    is_weight_max, is_weight_min: CISPO's absolute bounds; M2 has no lower one.
-    clip_low, clip_high: ε_low and ε_high of GRPO (0.2, 0.2) and DAPO (0.2, 0.28); None:
-      these values.
-    normaliser: 'prompt', 'token' or 'trajectory' (`terms.weights`); None: the
-      algorithm's own.
+    estimator: the estimator of the policy gradient, with its parameters: the `Config`
+      of a module of `rl.estimators` or of an import path.
     reward: the composite reward.
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3). For
       an engine that drafts, Forge's loss is `mtp_weight=0` with a `draft_weight`.
@@ -73,20 +67,12 @@ class LearnerConfig:
   row_tokens: int = 1024
   row_terms: int = 1536
   buckets: forest.Buckets = forest.Buckets((1024,), (4096,), terms_per_token=2)
-  algorithm: str = 'cispo'
-  is_weight_max: float = 5.0
-  is_weight_min: float = 0.0
-  clip_low: float | None = None
-  clip_high: float | None = None
-  normaliser: str | None = None
+  estimator: estimators.EstimatorConfig = cispo.Config()
   reward: rewards.RewardConfig = rewards.RewardConfig()
   step: train_step.StepConfig = train_step.StepConfig(detach_mtp=True)
   shuffle_rewards: bool = False
 
   def __post_init__(self):
-    known = self.algorithm in estimators.KINDS
-    require(self, known, 'algorithm', f'one of {estimators.KINDS}')
-    self.estimator  # noqa: B018 (checks its parameters)
     # Chunks must be able to hold whatever rows hold.
     if self.buckets.stack_tokens[-1] < self.row_tokens:
       raise ValueError(
@@ -95,35 +81,34 @@ class LearnerConfig:
       )
 
   @property
-  def estimator(self) -> estimators.Estimator:
-    """The algorithm with its parameters."""
-    return estimators.make(
-      self.algorithm,
-      is_weight_max=self.is_weight_max,
-      is_weight_min=self.is_weight_min,
-      clip_low=self.clip_low,
-      clip_high=self.clip_high,
-      normaliser=self.normaliser,
-    )
-
-  @property
-  def reward_of_algorithm(self) -> rewards.RewardConfig:
-    """The reward, with the algorithm's scale unless it has its own."""
+  def reward_of_estimator(self) -> rewards.RewardConfig:
+    """The reward, with the estimator's scale unless it has its own."""
     if self.reward.normalise is not None:
       return self.reward
     return dataclasses.replace(self.reward, normalise=self.estimator.normalise)
 
 
-def objective(
-  logprob: jax.Array,
-  batch: forest.Forest,
-  *,
-  estimator: estimators.Estimator = estimators.CISPO,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The estimator's loss of a forest's terms [B, M], and its off-policy metrics."""
-  terms = logprob, batch.old_logprob, batch.advantage, batch.weight
-  metrics = estimator.metrics(*terms) | agreement.measure(logprob, batch)
-  return jnp.sum(estimator.loss(*terms)), metrics
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """The estimator's loss of a forest's terms [B, M], and its off-policy metrics.
+
+  A `train.step.Objective`. `inputs` fills what the estimator needs of the batch.
+  """
+
+  estimator: estimators.EstimatorConfig = cispo.Config()
+
+  @property
+  def needs_entropy(self) -> bool:
+    return 'entropy' in self.estimator.inputs
+
+  def __call__(
+    self, logprob: jax.Array, batch: forest.Forest, entropy: jax.Array | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    terms = terms_lib.of(logprob, batch, entropy)
+    metrics = self.estimator.metrics(terms) | agreement.measure(logprob, batch)
+    if terms.reference_logprob is not None:
+      metrics['reference_kl'] = jnp.sum(terms_lib.reference_kl(terms, 'k3'))
+    return jnp.sum(self.estimator.penalised(terms)), metrics
 
 
 class Packed(NamedTuple):
@@ -182,16 +167,19 @@ class Learner:
     self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()
     self.hosts = hosts_lib.find(sharding)
-    self._estimator, self._reward = config.estimator, config.reward_of_algorithm
-    bound = functools.partial(objective, estimator=self._estimator)
+    self._estimator, self._reward = config.estimator, config.reward_of_estimator
+    self._inputs = inputs.Inputs(
+      self._estimator.inputs, cfg, config.step, sharding, self.state
+    )
+    objective = Objective(self._estimator)
     self._step = train_step.make_step(
       cfg,
       optimizer,
-      bound,
+      objective,
       config.step,
       sharding,
       mean=False,  # the weights contain the normaliser of the batch
-      feed=chunks.feed(cfg, bound),
+      feed=chunks.feed(cfg, objective),
     )
 
   @property
@@ -209,10 +197,7 @@ class Learner:
     """Computes rewards and advantages of a group, the input of `update`."""
     if self._config.shuffle_rewards:
       group = _shuffle_rewards(group)
-    credit = rewards.advantages(group, self._reward)
-    if self._config.algorithm == 'expert_iteration':
-      credit = expert_iteration.credit(credit)
-    return credit
+    return self._estimator.credit(rewards.advantages(group, self._reward))
 
   def update(
     self, credits_: Sequence[rewards.GroupCredit], passes: int = 1
@@ -237,7 +222,9 @@ class Learner:
     started_s = time.monotonic()
     normaliser = self._estimator.normaliser
     credits_ = rewards.scaled(credits_, self._reward)
-    groups_samples = samples.from_groups(credits_, normaliser, self._lags)
+    groups_samples = samples.from_groups(
+      *(credits_, normaliser, self._lags), 'trajectory' in self._estimator.inputs
+    )
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
       groups_samples,
@@ -267,8 +254,10 @@ class Learner:
     if packed.batch.empty:
       logging.info('step %d: every group has zero advantage', version)
     else:
+      batch = self._inputs.of_reference(packed.batch)
       for _ in range(passes):
-        self.state, scalars = self._step(self.state, packed.batch)
+        batch = self._inputs.of_sequences(self.state, batch)
+        self.state, scalars = self._step(self.state, batch)
         fetched = train_step.fetch(scalars)
         skipped += fetched['skipped']
         # Of the first pass, before the weights change.

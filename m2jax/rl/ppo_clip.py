@@ -17,10 +17,37 @@ Axes: *M loss terms, in arrays of any shape; one is one sampled token of one sam
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from m2jax.axes import Array, Float
-from m2jax.rl import terms
+from m2jax.rl import estimators
+from m2jax.rl import terms as terms_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(estimators.EstimatorConfig):
+  """An estimator with this surrogate.
+
+  Attributes:
+    clip_low, clip_high: ε_low and ε_high.
+  """
+
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+
+  def __post_init__(self):
+    super().__post_init__()
+    _check_bounds(self.clip_low, self.clip_high)
+
+  def loss(self, terms: terms_lib.Terms) -> Float[Array, '*M']:
+    bounds = dict(clip_low=self.clip_low, clip_high=self.clip_high)
+    return loss(*terms.of_tokens, **bounds)
+
+  def metrics(self, terms: terms_lib.Terms) -> dict[str, Float[Array, '']]:
+    bounds = dict(clip_low=self.clip_low, clip_high=self.clip_high)
+    return metrics(*terms.of_tokens, **bounds)
 
 
 def loss(
@@ -56,10 +83,10 @@ def loss(
     Array([-2.4], dtype=float32)
   """
   _check_bounds(clip_low, clip_high)
-  logprob, old_logprob, advantage = terms.masked(
+  logprob, old_logprob, advantage = terms_lib.masked(
     weight, logprob, old_logprob, advantage
   )
-  ratio = jnp.exp(terms.log_ratio(logprob, old_logprob))
+  ratio = jnp.exp(terms_lib.log_ratio(logprob, old_logprob))
   clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
   return -weight * jnp.minimum(ratio * advantage, clipped * advantage)
 
@@ -75,14 +102,14 @@ def metrics(
 ) -> dict[str, Float[Array, '']]:
   """`terms.metrics`; clipped terms are those without a gradient."""
   _check_bounds(clip_low, clip_high)
-  (advantage,) = terms.masked(weight, advantage)
+  (advantage,) = terms_lib.masked(weight, advantage)
 
   def used(ratio):
     above = (advantage > 0) & (ratio > 1 + clip_high)
     below = (advantage < 0) & (ratio < 1 - clip_low)
     return jnp.where(above | below, 0, ratio)
 
-  return terms.metrics(logprob, old_logprob, weight, used)
+  return terms_lib.metrics(logprob, old_logprob, weight, used)
 
 
 def _check_bounds(clip_low: float, clip_high: float) -> None:

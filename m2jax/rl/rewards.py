@@ -81,8 +81,8 @@ class RewardConfig:
       deviation of the group's returns (GRPO's, M1's); or 'batch', that of the batch's
       advantages, one per trained completion (`scaled`). The group's makes α and β
       meaningless where successes are equal, and may flip the sign of a mixed reward;
-      the batch's is one factor for all. None: the algorithm's, 'group' of GRPO and
-      DAPO, else 'none' (`LearnerConfig.algorithm`).
+      the batch's is one factor for all. None: the estimator's, 'group' of GRPO,
+      DAPO and GSPO, else 'none' (`EstimatorConfig.normalise`).
   """
 
   alpha: float = 0.1

@@ -25,6 +25,7 @@ def from_groups(
   groups: Sequence[rewards.GroupCredit],
   normaliser: str = 'prompt',
   lags: Lags | None = None,
+  trajectories: bool = False,
 ) -> list[list[forest.Sample]]:
   """Samples of a batch, without dropped groups and masked trajectories.
 
@@ -32,6 +33,7 @@ def from_groups(
     groups: results of `rewards.advantages`, one per taken work item.
     normaliser: see `terms.weights`.
     lags: None: unknown.
+    trajectories: the samples have the number of their trajectory.
 
   Returns:
     The samples of each remaining group, in order of trajectory and turn.
@@ -42,11 +44,18 @@ def from_groups(
     for g in trained
   ]
   weights = terms.weights(lengths, normaliser)
-  return [from_group(g, w, lags) for g, w in zip(trained, weights, strict=True)]
+  out, first = [], 0
+  for group, of_group in zip(trained, weights, strict=True):
+    out.append(from_group(group, of_group, lags, first if trajectories else None))
+    first += len(group.credits)
+  return out
 
 
 def from_group(
-  group: rewards.GroupCredit, weights: Sequence[float], lags: Lags | None = None
+  group: rewards.GroupCredit,
+  weights: Sequence[float],
+  lags: Lags | None = None,
+  first: int | None = None,
 ) -> list[forest.Sample]:
   """Samples of one group.
 
@@ -54,6 +63,7 @@ def from_group(
     group: the group.
     weights: one per trajectory of the group, for each of its terms.
     lags: None: unknown.
+    first: number of the first trajectory; None: they have none.
 
   Raises:
     ValueError: the numbers of weights and trajectories differ.
@@ -69,9 +79,10 @@ def from_group(
       weights=np.full(len(c.response_ids), weight, np.float32),
       versions=c.versions,
       lags=None if lags is None else _of_keys(lags(c)),
+      trajectories=None if first is None else np.full(len(c.response_ids), first + k),
       experts=c.experts,
     )
-    for credit, weight in zip(group.credits, weights, strict=True)
+    for k, (credit, weight) in enumerate(zip(group.credits, weights, strict=True))
     for c, advantage in zip(credit.completions, credit.advantages, strict=True)
   ]
 

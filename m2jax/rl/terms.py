@@ -11,15 +11,79 @@ Axes: *M loss terms, in arrays of any shape; one is one sampled token of one sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from m2jax.axes import Array, Float
+from m2jax.forest import Forest
 
 NORMALISERS = ('prompt', 'token', 'trajectory')
+KL_ESTIMATES = ('k3', 'k2')
 _LARGEST_LOG_RATIO = 20.0
+# Metrics of tokens, whatever a ratio is.
+OF_TOKENS = ('approx_kl', 'abs_log_ratio', 'old_logprob')
+
+
+class OfSequence(NamedTuple):
+  """Sums over the sequence that each term belongs to, from before the gradient pass.
+
+  Attributes:
+    log_ratio: Σ log π/π_old over the terms of the sequence, without a gradient.
+    length: their number.
+  """
+
+  log_ratio: Float[Array, '*M']
+  length: Float[Array, '*M']
+
+  @property
+  def mean(self) -> Float[Array, '*M']:
+    """The mean log-ratio; 0 on padding."""
+    return self.log_ratio / jnp.maximum(self.length, 1)
+
+
+class Terms(NamedTuple):
+  """What an estimator is given of loss terms; None is what it does not need.
+
+  Attributes:
+    logprob: log π of each term's token, differentiable.
+    old_logprob: the log-probability it was sampled with.
+    advantage: Â of the completion that the term belongs to.
+    weight: the result of `weights`; 0 on padding.
+    entropy: that of π where the token was drawn; differentiable.
+    reference_logprob: its log-probability under the weights that RL starts from.
+    completion, trajectory: sums over the sequence that the term belongs to.
+  """
+
+  logprob: Float[Array, '*M']
+  old_logprob: Float[Array, '*M']
+  advantage: Float[Array, '*M']
+  weight: Float[Array, '*M']
+  entropy: Float[Array, '*M'] | None = None
+  reference_logprob: Float[Array, '*M'] | None = None
+  completion: OfSequence | None = None
+  trajectory: OfSequence | None = None
+
+  @property
+  def of_tokens(self) -> tuple[jax.Array, ...]:
+    """logprob, old_logprob, advantage and weight."""
+    return self[:4]
+
+
+def of(logprob: jax.Array, batch: Forest, entropy: jax.Array | None = None) -> Terms:
+  """The terms of a batch, with all that it has."""
+
+  def sequence(sums):  # [B, M, 2]
+    return None if sums is None else OfSequence(sums[..., 0], sums[..., 1])
+
+  return Terms(
+    *(logprob, batch.old_logprob, batch.advantage, batch.weight, entropy),
+    reference_logprob=batch.reference_logprob,
+    completion=sequence(batch.completion),
+    trajectory=sequence(batch.trajectory),
+  )
 
 
 def weights(
@@ -78,6 +142,24 @@ def log_ratio(
 ) -> Float[Array, '*M']:
   """log π/π_old, clipped to ±20: its exponential is finite, a clipped one constant."""
   return jnp.clip(logprob - old_logprob, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+
+
+def reference_kl(terms: Terms, estimate: str) -> Float[Array, '*M']:
+  """Penalty of each term for leaving the reference policy, times its weight.
+
+  With d = log π_ref − log π of the sampled token, both are means over samples of π that
+  are 0 where the policies agree and positive elsewhere (Schulman's k3 and k2):
+
+    k3  e^d − d − 1, GRPO's (arXiv:2402.03300, eq. 4): unbiased for KL(π ‖ π_ref). Its
+        gradient is (1 − e^d) ∇ log π, in the mean over π that of KL(π_ref ‖ π).
+    k2  d²/2: biased. Its gradient is −d ∇ log π, in the mean that of KL(π ‖ π_ref).
+
+  The importance ratio is left out, as in GRPO. |d| is clipped to 20, beyond which there
+  is no gradient.
+  """
+  logprob, reference = masked(terms.weight, terms.logprob, terms.reference_logprob)
+  d = log_ratio(reference, logprob)
+  return terms.weight * (jnp.expm1(d) - d if estimate == 'k3' else d**2 / 2)
 
 
 def metrics(

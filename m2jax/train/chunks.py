@@ -10,6 +10,8 @@ have added to them:
   pop   forward of a run of the path again, and backward from its loss terms and the
         cotangents of its entries, which are then removed
 
+`scores` is a walk of forward passes alone, each token once: push and leaf.
+
 Each computes the function of `model.forward` and `train.step.loss_and_metrics` on the
 whole tree, so the sums are the same (law 3). Memory is one chunk plus the stack with
 its cotangents, which is as long as the longest path; it does not grow with the number
@@ -32,6 +34,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from m2jax import forest, model
@@ -87,6 +90,40 @@ def programs(
   )
 
 
+class Scoring(NamedTuple):
+  """The jitted parts of `scores`; log-probabilities [1, C] are on every host.
+
+  Attributes:
+    push: (variables, stack, batch, start) → stack, which is donated, log-probabilities.
+    leaf: (variables, stack, batch) → log-probabilities.
+    buffers, place: as in `Programs`.
+  """
+
+  push: Callable[..., Any]
+  leaf: Callable[..., Any]
+  buffers: Callable[..., Any]
+  place: Callable[..., Any]
+
+
+def scoring(
+  cfg: ModelConfig, config: train_step.StepConfig, sharding: Sharding = ONE_DEVICE
+) -> Scoring:
+  """Makes the parts, for a model without MTP modules (`model.without_modules`)."""
+  sharding = rows_only(sharding)
+  functions = _Functions(cfg, train_step.nll, config, sharding)
+  stack = everywhere = None
+  if sharding.mesh is not None:
+    stack = sharding.named(prefix_cache.specs(sharding.rules))
+    everywhere = sharding.named(jax.sharding.PartitionSpec())
+  places: Any = None if stack is None else (stack, everywhere)
+  return Scoring(
+    config.jit(functions.scored_push, donate_argnums=1, out_shardings=places),
+    config.jit(functions.score, out_shardings=everywhere),
+    functions.buffers,
+    functools.partial(_place, sharding=sharding, hosts=hosts_lib.find(sharding)),
+  )
+
+
 def rows_only(sharding: Sharding) -> Sharding:
   """The sharding with a row of its own for each of the shards of a row's tokens."""
   rules = sharding.rules
@@ -116,6 +153,17 @@ class _Functions(NamedTuple):
     prefix = _visible(stack, batch)
     out = model.forward(self.cfg, variables, batch, prefix, sharding=self.sharding)
     return jax.tree.map(functools.partial(_write, start), stack, out.new)
+
+  def scored_push(self, variables, stack, batch, start):
+    prefix = _visible(stack, batch)
+    out = model.forward(self.cfg, variables, batch, prefix, sharding=self.sharding)
+    stack = jax.tree.map(functools.partial(_write, start), stack, out.new)
+    return stack, out.logprob[:1]
+
+  def score(self, variables, stack, batch):
+    prefix = _visible(stack, batch)
+    out = model.forward(self.cfg, variables, batch, prefix, sharding=self.sharding)
+    return out.logprob[:1]
 
   def leaf(self, variables, sums, stack, cotangents, batch):
     def none(new):
@@ -186,6 +234,7 @@ class _Functions(NamedTuple):
       prefix,
       detach_mtp=self.config.detach_mtp,
       comparison=self.config.comparison,
+      entropy_gradient=train_step.needs_entropy(self.objective),
       sharding=self.sharding,
     )
     loss, metrics = train_step.loss_and_metrics(
@@ -290,6 +339,32 @@ def gradients(parts: Programs, variables, plan: Plan):
     else:
       sums, cotangents = parts.leaf(variables, sums, stack, cotangents, batch)
   return sums
+
+
+def scores(parts: Scoring, variables, plan: Plan) -> np.ndarray:
+  """log p(token | its path) of the tokens of a tree, [1, N]; 0 at roots.
+
+  Args:
+    parts: the result of `scoring`.
+    variables: {'params', 'router'} without MTP modules.
+    plan: the result of `forest.cut`.
+  """
+  stack, empty, found = None, parts.buffers(0)[0], []
+  for chunk in plan:
+    if chunk.kind == 'pop':
+      continue
+    batch = parts.place(chunk.batch)
+    if chunk.kind == 'push':
+      if stack is None:
+        stack, _ = parts.buffers(stack_slots(plan.buckets))
+      stack, logprob = parts.push(variables, stack, batch, chunk.start)
+    else:
+      logprob = parts.leaf(variables, stack if chunk.shape[2] else empty, batch)
+    found.append((chunk.ids, logprob))
+  out = np.zeros((1, plan.tokens), found[0][1].dtype)
+  for ids, logprob in found:
+    out[:, ids] = np.asarray(logprob)[:, : len(ids)]
+  return out
 
 
 def feed(cfg: ModelConfig, objective: train_step.Objective):

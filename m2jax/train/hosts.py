@@ -130,6 +130,12 @@ def place(local: Forest, hosts: Hosts, sharding: Sharding) -> Forest:
   return Forest(**placed)
 
 
+def own(whole: np.ndarray, hosts: Hosts, sharding: Sharding) -> np.ndarray:
+  """This host's rows of an array over the rows of all hosts, as `place` was given."""
+  shards = whole.reshape(sharding.size('rows'), -1, *whole.shape[1:])
+  return shards[list(hosts.shards)].reshape(-1, *whole.shape[1:])
+
+
 def gather(state: Mapping[str, Any]) -> list[dict[str, Any]]:
   """The JSON-able dict of each process, on all of them; every process must call it."""
   if jax.process_count() == 1:

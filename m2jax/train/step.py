@@ -37,8 +37,9 @@ from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.train import feeds
 
 # (logprob [B, M], batch) → scalar loss, dict of scalar metrics; all of them sums,
-# except those whose names end in _max
-Objective = Callable[[jax.Array, Forest], tuple[jax.Array, dict[str, jax.Array]]]
+# except those whose names end in _max. One whose attribute `needs_entropy` is true is
+# also given the entropy [B, M].
+Objective = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 Step = Callable[['TrainState', Any], tuple['TrainState', dict[str, jax.Array]]]
 
 
@@ -201,6 +202,11 @@ def at_terms(values: jax.Array, batch: Forest) -> jax.Array:
   return jnp.take_along_axis(values, jnp.asarray(batch.term_token), axis=1)
 
 
+def needs_entropy(objective: Objective) -> bool:
+  """Whether the objective is also given the entropy, with its gradient."""
+  return getattr(objective, 'needs_entropy', False)
+
+
 def nll(logprob: jax.Array, batch: Forest) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Negative log-likelihood: −Σ weight · log p over the terms."""
   return -jnp.sum(batch.weight * logprob), {}
@@ -264,6 +270,7 @@ def loss_and_loads(
     batch,
     detach_mtp=config.detach_mtp,
     comparison=config.comparison,
+    entropy_gradient=needs_entropy(objective),
     sharding=sharding,
   )
   loss, metrics = loss_and_metrics(out, batch, cfg, objective, config)
@@ -281,7 +288,8 @@ def loss_and_metrics(
   `draft_kl/k` and `draft_overlap/k` are those of module k (`layers.draft_loss`); tokens
   that it does not predict count 0.
   """
-  loss, metrics = objective(at_terms(out.logprob, batch), batch)
+  entropy = (at_terms(out.entropy, batch),) if needs_entropy(objective) else ()
+  loss, metrics = objective(at_terms(out.logprob, batch), batch, *entropy)
 
   def weighted(values):  # [B, S] → sum over the terms
     return jnp.sum(batch.weight * at_terms(values, batch))

@@ -11,7 +11,6 @@ from typing import Any
 from m2jax.observe import evaluations, metrics
 from m2jax.pool import database
 from m2jax.pool.pages import LISTED, MORE, PageReader
-from m2jax.rl import estimators
 from m2jax.text import json_lines, tokenizer
 from m2jax.text.tokenizer import Tokenizer
 from m2jax.train.workdir import in_use
@@ -168,8 +167,8 @@ def find_pool(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def _normaliser(learner: dict[str, Any]) -> str:
-  kind = learner.get('algorithm') or 'cispo'
-  return estimators.make(kind, normaliser=learner.get('normaliser')).normaliser
+  # Of the file alone: a kind may be a module, which a stranger's run would name.
+  return learner.get('estimator', {}).get('normaliser') or 'prompt'
 
 
 def _evaluations(records: list[metrics.Record]) -> list[metrics.Record]:

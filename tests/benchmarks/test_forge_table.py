@@ -34,7 +34,7 @@ def write_run(workdir, *, seed=0, algorithm='cispo', good=30):
         ):
           cell = dict(family=family, calls=calls, successes=successes, n=tasks)
           metrics.write('eval', step, **fields, **cell)
-  config = {'seed': seed, 'rl': {'learner': {'algorithm': algorithm}}}
+  config = {'seed': seed, 'rl': {'learner': {'estimator': {'kind': algorithm}}}}
   config['rl']['learner']['shuffle_rewards'] = False
   config['sft'] = {'families': {'steps_1': 0.5, 'steps_3': 0.5}}
   (workdir / 'config.json').write_text(json.dumps(config))

@@ -26,6 +26,7 @@ from m2jax.forge.config import ForgeConfig, RecordedConfig, RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import optimizer
 from m2jax.params import Kind
+from m2jax.rl import estimators
 from m2jax.rl.learner import LearnerConfig
 from m2jax.rl.rewards import RewardConfig
 from m2jax.rollout.engine.config import EngineConfig
@@ -78,6 +79,7 @@ def test_completing_changes_nothing():
     **{
       **dataclasses.asdict(LearnerConfig()),
       'buckets': LearnerConfig().buckets,
+      'estimator': LearnerConfig().estimator,
       'row_tokens': 2048,
       'row_terms': 3072,
       'step': StepConfig(micro_rows=2, detach_mtp=True),
@@ -94,8 +96,8 @@ def test_no_config_of_m2_divides_advantages(monkeypatch):
   for name in names:
     config = importlib.import_module(f'configs.{name}').get_config()
     learner = common.build(ForgeConfig, config).rl.learner
-    assert learner.algorithm == 'cispo'
-    assert learner.reward_of_algorithm.normalise == 'none', name
+    assert learner.estimator.kind == 'cispo'
+    assert learner.reward_of_estimator.normalise == 'none', name
 
 
 @pytest.mark.parametrize('name', ['forge', 'forge.py', 'configs/forge.py'])
@@ -207,6 +209,29 @@ def test_an_optimizer_is_one_line_away(name):
     assert optimizer.rule_of(settings, Kind.EXPERT) == name
     assert optimizer.rule_of(settings, Kind.EMBEDDING) == 'adam'
     assert optimizer.rules_in_use(settings)[name].learning_rate == 0.5
+
+
+def test_an_estimator_is_one_flag_away():
+  """With the defaults of its kind, and its own parameters as flags; one of another kind
+  is refused, even at its default, and the message has the right ones."""
+
+  def built(**flags):
+    config = forge.get_config().lock()
+    group = 'rl.learner.estimator'
+    config.update_from_flattened_dict({f'{group}.{k}': v for k, v in flags.items()})
+    return common.build(ForgeConfig, config).rl.learner.estimator
+
+  for kind in estimators.KINDS:
+    assert built(kind=kind) == estimators.make(kind)
+  set_ = dict(kind='dapo', clip_low=0.1, normaliser='prompt')
+  assert built(**set_) == estimators.make(**set_)
+  with pytest.raises(
+    common.BadInput,
+    match=r"estimator: kind 'grpo' has no field is_weight_max; it has .*clip_low",
+  ):
+    built(kind='grpo', is_weight_max=5.0)
+  with pytest.raises(common.BadInput, match=r"estimator.kind='ppo': no module .*gspo"):
+    built(kind='ppo')
 
 
 def test_a_published_policy_is_served_as_fast_as_a_trained_one():

@@ -96,10 +96,45 @@ def test_large_logits():
 
 
 def test_entropy_has_no_gradient():
-  """The entropy is a metric: asking for its gradient gives 0, as the docstring says."""
+  """Unless it is asked for: the entropy is a metric then."""
   hidden, head, targets, _ = tensors(3, 9)
   grads = jax.grad(lambda h, w: jnp.sum(token_logprobs(h, w, targets)[1]), (0, 1))
   assert not any(np.any(g) for g in jax.jit(grads)(hidden, head))
+
+
+@pytest.mark.parametrize('shards', [1, 4])
+def test_gradient_of_the_entropy(small_chunks, shards):
+  """On request it is autodiff's of the dense softmax, beside the log-probability's, in
+  float64, also with words split over devices."""
+  with jax.enable_x64():
+    hidden, head, targets, weight = tensors(3, 21, np.float64, vocab=24)
+    other = np.random.default_rng(3).normal(size=21)
+
+    def gradients(function, hidden, head):
+      def loss(*args):
+        logprob, entropy = function(*args)
+        return jnp.sum(logprob * weight) + jnp.sum(entropy * other)
+
+      return jax.grad(loss, (0, 1))(hidden, head)
+
+    def ours(hidden, head, axes=()):
+      out = token_logprobs(hidden, head, targets, axes, entropy_gradient=True)
+      share = 1 if not axes else 1 / shards  # every device adds up the whole
+      return [share * x for x in out]
+
+    dense = lambda hidden, head: plain(hidden, head, targets)
+    want = jax.jit(functools.partial(gradients, dense))(hidden, head)
+    if shards == 1:
+      got = jax.jit(functools.partial(gradients, ours))(hidden, head)
+    else:
+      split = functools.partial(ours, axes=('words',))
+      one = jax.vmap(
+        lambda w: gradients(split, hidden, w), axis_name='words', axis_size=shards
+      )
+      of_hidden, of_head = jax.jit(one)(np.stack(np.split(head, shards, axis=1)))
+      got = np.sum(of_hidden, axis=0), np.concatenate(of_head, axis=1)
+    for a, b in zip(got, want, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-12)
 
 
 def test_logits_are_never_all_alive(small_chunks):

@@ -13,7 +13,7 @@ import pytest
 from m2jax import forest, model
 from m2jax.config import ModelConfig
 from m2jax.moe import experts as experts_lib
-from m2jax.rl import cispo
+from m2jax.rl.estimators import cispo
 from m2jax.train import step as train_step
 from tests import quick, row_model
 

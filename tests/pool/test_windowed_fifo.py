@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2jax.pool.windowed_fifo import Full, NotPending, WindowedFifo, default_window
+from m2jax.pool.windowed_fifo import Full, NotPending, WindowedFifo
+from m2jax.pool.windows import default_window
 
 
 class NaiveFifo:

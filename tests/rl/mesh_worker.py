@@ -21,7 +21,8 @@ import numpy as np
 
 from m2jax import forest, platforms, sharding
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.rl import learner, rewards
+from m2jax.rl import estimators, learner, rewards
+from m2jax.rl.estimators import cispo
 from m2jax.train import step as train_step
 from tests import quick
 from tests.rl import test_learner
@@ -31,11 +32,11 @@ from tests.sharding.mesh_worker import relative_errors
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A mesh, whether recorded expert ids are replayed, and the algorithm."""
+  """A mesh, whether recorded expert ids are replayed, and the estimator."""
 
   mesh: dict[str, Any]
   replay: bool = True
-  algorithm: str = 'cispo'
+  estimator: estimators.EstimatorConfig = cispo.Config()
 
 
 CASES = {
@@ -44,7 +45,15 @@ CASES = {
   'tensor context': Case(dict(tensor=2, context=4)),
   'expert context': Case(dict(expert=4, context=2), replay=False),
   'imitation': Case(
-    dict(data=2, expert=2, tensor=2), replay=False, algorithm='expert_iteration'
+    dict(data=2, expert=2, tensor=2),
+    replay=False,
+    estimator=estimators.make('expert_iteration'),
+  ),
+  'sequences': Case(
+    dict(data=2, fsdp=2, tensor=2),
+    estimator=estimators.make(
+      'gspo', clip_low=0.5, clip_high=0.5, reference_kl=0.1, entropy_bonus=0.1
+    ),
   ),
 }
 ROW_TOKENS = 16
@@ -76,7 +85,7 @@ def updates(case: Case, where: sharding.Sharding):
       draft_top_k=7,
       bias_update_rate=1e-2,
     ),
-    algorithm=case.algorithm,
+    estimator=case.estimator,
   )
   variables = jax.tree.map(jnp.asarray, quick.variables(cfg, 0, noise=0.1, bias=0.1))
   state = train_step.init_state(variables, optimizer)
@@ -90,15 +99,15 @@ def updates(case: Case, where: sharding.Sharding):
 
 
 @functools.cache
-def alone(replay: bool, algorithm: str):
+def alone(replay: bool, estimator: estimators.EstimatorConfig):
   """`updates` of one device."""
-  return updates(Case({}, replay, algorithm), sharding.ONE_DEVICE)
+  return updates(Case({}, replay, estimator), sharding.ONE_DEVICE)
 
 
 def run(case: Case) -> dict[str, Any]:
   where = sharding.make(sharding.MeshConfig(**case.mesh))
   one, scalars = updates(case, where)
-  reference, want = alone(case.replay, case.algorithm)
+  reference, want = alone(case.replay, case.estimator)
   states = jax.device_get((one.state, reference.state))
   errors = relative_errors((states[0], scalars), (states[1], want))
   worst = max(errors, key=errors.get)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2jax.rl import cispo
+from m2jax.rl.estimators import cispo
 
 N = 64
 

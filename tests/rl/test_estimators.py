@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from m2jax import forest, model
-from m2jax.rl import cispo, estimators, learner, ppo_clip, rewards
+from m2jax.rl import estimators, learner, ppo_clip, rewards
+from m2jax.rl.estimators import cispo
+from m2jax.rl.terms import Terms
 from m2jax.train import step as train_step
 from tests.model import test_forest_equivalence as equivalence
 from tests.rl import test_cispo
 
 CLIPPED = ('grpo', 'dapo')
+BY_TOKEN = (*CLIPPED, 'cispo', 'policy_gradient', 'expert_iteration')
 # Value and gradient of a term of weight 1, by its ratio, Â and log π.
 BOUNDS = {'grpo': (0.8, 1.2), 'dapo': (0.8, 1.28)}
 
@@ -31,12 +34,12 @@ def by_hand(kind, logprob, ratio, advantage):
   return -advantage * logprob, -advantage
 
 
-@pytest.mark.parametrize('kind', estimators.KINDS)
+@pytest.mark.parametrize('kind', BY_TOKEN)
 def test_closed_forms(kind):
   """Value and gradient of every term, on both sides of every bound and sign of Â."""
   logprob, old, advantage, weight = test_cispo.batch(spread=0.7)
   estimator = estimators.make(kind)
-  loss = lambda x: estimator.loss(x, old, advantage, weight)
+  loss = lambda x: estimator.penalised(Terms(x, old, advantage, weight))
   value, grad = loss(logprob), jax.grad(lambda x: loss(x).sum())(logprob)
   ratio = np.exp(np.float64(logprob) - np.float64(old))
   arrays = np.float64(logprob), ratio, np.float64(advantage)
@@ -52,9 +55,10 @@ def test_closed_forms(kind):
 def test_on_policy_gradients_are_equal():
   """At r = 1 all are the policy gradient: they differ in off-policy terms only."""
   logprob, _, advantage, weight = test_cispo.batch()
-  for kind in estimators.KINDS:
+  for kind in BY_TOKEN:
     loss = estimators.make(kind).loss
-    grad = jax.grad(lambda x, f=loss: f(x, logprob, advantage, weight).sum())(logprob)
+    of = lambda x, f=loss: f(Terms(x, logprob, advantage, weight)).sum()
+    grad = jax.grad(of)(logprob)
     np.testing.assert_allclose(grad, -weight * advantage, rtol=1e-6)
 
 
@@ -63,19 +67,20 @@ def test_clip_fraction_counts_terms_without_gradient():
   logprob, old, advantage, weight = test_cispo.batch(spread=0.7)
   for kind in CLIPPED:
     estimator = estimators.make(kind)
-    loss = lambda x, e=estimator: e.loss(x, old, advantage, weight).sum()
+    loss = lambda x, e=estimator: e.loss(Terms(x, old, advantage, weight)).sum()
     stopped = np.asarray(jax.grad(loss)(logprob)) == 0
-    found = estimator.metrics(logprob, old, advantage, weight)
+    found = estimator.metrics(Terms(logprob, old, advantage, weight))
     share = np.sum(weight * stopped)
     assert 0 < share < 1
     np.testing.assert_allclose(found['clip_fraction'], share, rtol=1e-5)
     mass = np.sum(weight * stopped * np.exp(logprob - old))
     np.testing.assert_allclose(found['clipped_mass'], mass, rtol=1e-5)
-  none = estimators.make('policy_gradient').metrics(logprob, old, advantage, weight)
+  terms = Terms(logprob, old, advantage, weight)
+  none = estimators.make('policy_gradient').metrics(terms)
   assert none['clip_fraction'] == 0
 
 
-@pytest.mark.parametrize('kind', estimators.KINDS)
+@pytest.mark.parametrize('kind', BY_TOKEN)
 def test_padding_and_extremes_are_finite(kind):
   """Any values where the weight is 0, and ratios that overflow float32."""
   junk = jnp.array([-0.1, -200.0, jnp.nan, -jnp.inf, -0.5])
@@ -83,56 +88,59 @@ def test_padding_and_extremes_are_finite(kind):
   advantage = jnp.array([-1.0, 1.0, jnp.inf, 1.0, 1.0])
   weight = jnp.array([0.5, 0.25, 0.0, 0.0, 0.25])
   estimator = estimators.make(kind)
-  loss = lambda x: estimator.loss(x, old, advantage, weight).sum()
+  loss = lambda x: estimator.loss(Terms(x, old, advantage, weight)).sum()
   value, grad = jax.value_and_grad(loss)(junk)
   assert np.isfinite(value) and np.isfinite(grad).all()
   assert (grad[2:4] == 0).all() and grad[4] == -0.25
-  found = estimator.metrics(junk, old, advantage, weight)
+  found = estimator.metrics(Terms(junk, old, advantage, weight))
   assert all(np.isfinite(v) for v in found.values())
 
 
 def test_defaults_are_the_papers():
-  """Bounds and averages of each; a given parameter replaces its default only."""
-  shown = {k: dataclasses.astuple(estimators.make(k))[3:] for k in estimators.KINDS}
-  assert shown['grpo'] == (0.2, 0.2, 'trajectory')
-  assert shown['dapo'] == (0.2, 0.28, 'token')
-  assert shown['cispo'][-1] == shown['policy_gradient'][-1] == 'prompt'
-  config = learner.LearnerConfig(algorithm='dapo', clip_low=0.1)
-  assert config.estimator == estimators.Estimator('dapo', 5.0, 0.0, 0.1, 0.28, 'token')
-  assert learner.LearnerConfig(normaliser='token').estimator.normaliser == 'token'
+  """Bounds, averages and scale of each; a parameter replaces its default only."""
+  of = {kind: estimators.make(kind) for kind in estimators.KINDS}
+  shown = {k: (of[k].clip_low, of[k].clip_high, of[k].normaliser) for k in CLIPPED}
+  assert shown == dict(grpo=(0.2, 0.2, 'trajectory'), dapo=(0.2, 0.28, 'token'))
+  assert of['cispo'].normaliser == of['policy_gradient'].normaliser == 'prompt'
+  dapo = estimators.make('dapo', clip_low=0.1)
+  assert (dapo.clip_low, dapo.clip_high) == (0.1, 0.28)
   batch = test_cispo.batch()
-  bounded = learner.LearnerConfig(is_weight_min=0.8, is_weight_max=2.0).estimator
   bounds = dict(is_weight_min=0.8, is_weight_max=2.0)
-  np.testing.assert_array_equal(bounded.loss(*batch), cispo.loss(*batch, **bounds))
-  assert bounded.metrics(*batch) == cispo.metrics(*batch, **bounds)
-  scales = {k: learner.LearnerConfig(algorithm=k) for k in estimators.KINDS}
-  scales = {k: v.reward_of_algorithm.normalise for k, v in scales.items()}
-  grouped = {'grpo': 'group', 'dapo': 'group'}
-  assert scales == dict.fromkeys(estimators.KINDS, 'none') | grouped
+  bounded = estimators.make('cispo', **bounds)
+  np.testing.assert_array_equal(
+    bounded.loss(Terms(*batch)), cispo.loss(*batch, **bounds)
+  )
+  assert bounded.metrics(Terms(*batch)) == cispo.metrics(*batch, **bounds)
+  scales = {k: learner.LearnerConfig(estimator=of[k]) for k in of}
+  scales = {k: v.reward_of_estimator.normalise for k, v in scales.items()}
+  grouped = dict.fromkeys((*CLIPPED, 'gspo'), 'group')
+  assert scales == dict.fromkeys(of, 'none') | grouped
   given = rewards.RewardConfig(normalise='batch')
-  config = learner.LearnerConfig(algorithm='grpo', reward=given)
-  assert config.reward_of_algorithm == given
+  config = learner.LearnerConfig(estimator=of['grpo'], reward=given)
+  assert config.reward_of_estimator == given
 
 
 @pytest.mark.parametrize(
   'settings, field',
   [
-    ({'algorithm': 'ppo'}, 'algorithm'),
-    ({'algorithm': 'grpo', 'clip_low': 1.5}, 'clip_low'),
-    ({'algorithm': 'dapo', 'clip_high': -0.1}, 'clip_high'),
-    ({'is_weight_max': 0.2}, 'is_weight_max'),
-    ({'is_weight_min': 1.1}, 'is_weight_min'),
-    ({'normaliser': 'sample'}, 'normaliser'),
+    ({'kind': 'ppo'}, r"kind='ppo': .*cispo, dapo, .*policy_gradient\)"),
+    ({'kind': 'grpo', 'clip_low': 1.5}, 'clip_low'),
+    ({'kind': 'dapo', 'clip_high': -0.1}, 'clip_high'),
+    ({'kind': 'cispo', 'is_weight_max': 0.2}, 'is_weight_max'),
+    ({'kind': 'cispo', 'is_weight_min': 1.1}, 'is_weight_min'),
+    ({'kind': 'cispo', 'normaliser': 'sample'}, 'normaliser'),
+    ({'kind': 'cispo', 'reference_kl': -1.0}, 'reference_kl'),
+    ({'kind': 'cispo', 'kl_estimate': 'k1'}, 'kl_estimate'),
+    ({'kind': 'gspo', 'sequence': 'group'}, 'sequence'),
   ],
 )
 def test_bad_settings_are_refused(settings, field):
   """When the config is made, naming the field."""
   with pytest.raises(ValueError, match=field):
-    learner.LearnerConfig(**settings)
+    estimators.make(**settings)
   for function in (ppo_clip.loss, ppo_clip.metrics):
     with pytest.raises(ValueError, match='clip_low'):
       function(*test_cispo.batch(), clip_low=2.0)
-  assert cispo.loss  # the public name (docs/design.md)
 
 
 KINDS = 'cispo', 'grpo', 'dapo', 'policy_gradient'
@@ -187,7 +195,7 @@ def test_merged_equals_unmerged():
       found = model.token_logprobs(m2, {**variables, 'params': params}, batch)
       found = train_step.at_terms(found, batch)
       of = [estimators.make(kind) for kind in KINDS]
-      losses = [learner.objective(found, batch, estimator=e)[0] for e in of]
+      losses = [learner.Objective(e)(found, batch)[0] for e in of]
       return jnp.stack(losses), found
 
     params = variables['params']

@@ -1,17 +1,17 @@
 """Expert iteration: only successes are imitated, by maximum likelihood."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from m2jax import forest
-from m2jax.rl import estimators, expert_iteration, learner, rewards, samples
+from m2jax.rl import estimators, learner, rewards, samples
 from m2jax.train import step as train_step
 from tests.rl import test_learner, test_rewards
 
+ESTIMATOR = estimators.make('expert_iteration')
 EPISODES = {'success': 1.0, 'failure': 0.0, 'broken': 0.0}
 
 
@@ -25,7 +25,7 @@ def credit(*kinds):
     )
     for rank, kind in enumerate(kinds)
   ]
-  return expert_iteration.credit(rewards.advantages(group, rewards.RewardConfig()))
+  return ESTIMATOR.credit(rewards.advantages(group, rewards.RewardConfig()))
 
 
 def trained(group):
@@ -52,14 +52,13 @@ def test_the_update_is_that_of_sft_on_the_successes():
   whatever was sampled."""
   pool = test_learner.Pool((1.0, 0.0, 1.0))
   group = rewards.advantages(pool.group(0), rewards.RewardConfig())
-  (found,) = samples.from_groups([expert_iteration.credit(group)])
+  (found,) = samples.from_groups([ESTIMATOR.credit(group)])
   batch = jax.tree.map(jnp.asarray, forest.merge(found, row_tokens=16, row_terms=16))
   plain = [dataclasses.replace(s, weights=None, advantages=None) for s in found]
   reference = forest.merge(plain, row_tokens=16, row_terms=16)
   share = reference.weight / np.sum(reference.weight)
   reference = jax.tree.map(jnp.asarray, dataclasses.replace(reference, weight=share))
-  estimator = estimators.make('expert_iteration')
-  objective = functools.partial(learner.objective, estimator=estimator)
+  objective = learner.Objective(ESTIMATOR)
   logprob = -np.random.default_rng(0).random(batch.weight.shape, np.float32)
 
   def value_and_grad(objective, of):

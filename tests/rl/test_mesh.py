@@ -16,6 +16,7 @@ from tests.rl import mesh_worker
 LONG = ('data fsdp context',)
 THOROUGH = ('fsdp expert tensor', 'tensor context')
 FREE = ('expert context', 'imitation')
+SEQUENCES = ('sequences',)  # and a reference, by passes of their own
 
 
 def test_every_pair_of_axes_is_in_a_mesh():
@@ -32,6 +33,7 @@ def test_every_pair_of_axes_is_in_a_mesh():
     pytest.param(LONG, marks=pytest.mark.long),
     pytest.param(THOROUGH, marks=pytest.mark.thorough),
     pytest.param(FREE, marks=pytest.mark.thorough),
+    pytest.param(SEQUENCES, marks=pytest.mark.long),
   ],
 )
 def test_updates_do_not_depend_on_the_mesh(names):

@@ -6,7 +6,8 @@ import pytest
 
 from m2jax import forest
 from m2jax.records import Completion, Trajectory
-from m2jax.rl import cispo, rewards, samples
+from m2jax.rl import rewards, samples
+from m2jax.rl.estimators import cispo
 
 
 def episode(item, rank, success, turns=2, end_reason='answer'):

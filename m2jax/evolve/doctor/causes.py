@@ -67,7 +67,7 @@ KINDS: Mapping[str, Kind] = {
     WARNING,
     (
       _RATE,
-      ('clipping from above removes unlikely tokens', 'rl.learner.clip_high'),
+      ('clipping from above removes unlikely tokens', 'rl.learner.estimator.clip_high'),
       ('the tasks are solved, or too alike', 'tasks.weights'),
     ),
   ),
@@ -89,8 +89,8 @@ KINDS: Mapping[str, Kind] = {
   'clipping': Kind(
     WARNING,
     (
-      (_CAP, 'rl.learner.is_weight_max'),
-      (_CAP, 'rl.learner.clip_high'),
+      (_CAP, 'rl.learner.estimator.is_weight_max'),
+      (_CAP, 'rl.learner.estimator.clip_high'),
       _RATE,
       ('samples are too old', 'rl.capacity'),
     ),
@@ -144,7 +144,7 @@ KINDS: Mapping[str, Kind] = {
     WARNING,
     (
       ('length costs nothing', 'rl.learner.reward.beta'),
-      ('the normaliser favours long answers', 'rl.learner.normaliser'),
+      ('the normaliser favours long answers', 'rl.learner.estimator.normaliser'),
       ('the limit of a response is high', 'episodes.agent.max_tokens'),
     ),
   ),

@@ -92,7 +92,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     _RATE,
   ),
   'clipping': (
-    Rule('rl.learner.is_weight_max', 1, 5, "M2's bound", value=5.0, below=5.0),
+    Rule(
+      'rl.learner.estimator.is_weight_max', 1, 5, "M2's bound", value=5.0, below=5.0
+    ),
     _RATE,
   ),
   'expert_imbalance': (

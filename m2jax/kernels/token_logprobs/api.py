@@ -91,32 +91,40 @@ def _add_at(logits, targets, values):
   return logits
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _token_logprobs(hidden, head, targets, axes):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_logprobs(hidden, head, targets, axes, entropy_gradient):
   return _forward(hidden, head, targets, axes)[:2]
 
 
-def _fwd(hidden, head, targets, axes):
+def _fwd(hidden, head, targets, axes, entropy_gradient):
   logprob, entropy, lse = _forward(hidden, head, targets, axes)
-  return (logprob, entropy), (hidden, head, targets, lse)
+  kept = (entropy,) if entropy_gradient else ()
+  return (logprob, entropy), (hidden, head, targets, lse, *kept)
 
 
-def _bwd(axes, residuals, cotangents):
-  hidden, head, targets, lse = residuals
-  d_logprob = cotangents[0]
+def _bwd(axes, entropy_gradient, residuals, cotangents):
+  hidden, head, targets, lse, *entropy = residuals
+  d_logprob, d_entropy = cotangents
   vocab = head.shape[1]
   targets = _here(targets, vocab, axes)
   if axes:  # every shard's result depends on every shard's logits
     d_logprob = lax.psum(d_logprob, axes)
+    d_entropy = lax.psum(d_entropy, axes) if entropy_gradient else d_entropy
 
   def chunk(d_head, args):
-    h, target, lse, d = args
-    p = jnp.exp(fp32.product(h, head) - lse[:, None])
+    h, target, lse, d, *of_entropy = args
+    log_p = fp32.product(h, head) - lse[:, None]
+    p = jnp.exp(log_p)
     d_logits = _add_at(-jnp.sum(d, axis=1, keepdims=True) * p, target, d)
+    if entropy_gradient:  # ∂H/∂logit = −p (log p + H)
+      at, d_at = (x[:, None] for x in of_entropy)
+      d_logits -= d_at * p * (log_p + at)
     d_h, d_w = fp32.gradients(h, head, d_logits)
     return d_head + d_w, d_h
 
-  chunks = tuple(_chunks(x, vocab) for x in (hidden, targets, lse, d_logprob))
+  of_entropy = (*entropy, d_entropy) if entropy_gradient else ()
+  arrays = hidden, targets, lse, d_logprob, *of_entropy
+  chunks = tuple(_chunks(x, vocab) for x in arrays)
   d_head, d_hidden = lax.scan(chunk, jnp.zeros(head.shape, d_logprob.dtype), chunks)
   d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: len(targets)]
   return d_hidden, d_head.astype(head.dtype), None
@@ -130,6 +138,7 @@ def token_logprobs(
   head: Float[Array, 'D V'],
   targets: Int[Array, 'T *k'],
   axes: tuple[str, ...] = (),
+  entropy_gradient: bool = False,
 ) -> tuple[Float[Array, 'T *k'], Float[Array, 'T']]:
   """log softmax(hidden·head)[target] and the entropy of that softmax.
 
@@ -139,12 +148,13 @@ def token_logprobs(
     targets: one word of each token, or k, some dozens at most (their gradients are
       unrolled); int32, of the whole vocabulary.
     axes: mesh axes that split the vocabulary; hidden is the same along them.
+    entropy_gradient: the entropy carries a gradient; else none.
 
   Returns:
-    logprob and entropy, at least fp32. The entropy carries no gradient.
+    logprob and entropy, at least fp32.
   """
   columns = targets if targets.ndim == 2 else targets[:, None]
-  logprob, entropy = _token_logprobs(hidden, head, columns, axes)
+  logprob, entropy = _token_logprobs(hidden, head, columns, axes, entropy_gradient)
   return logprob.reshape(targets.shape), entropy
 
 

@@ -15,11 +15,42 @@ Axes: *M loss terms, in arrays of any shape; one is one sampled token of one sam
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from m2jax.axes import Array, Float
-from m2jax.rl import terms
+from m2jax.rl import estimators
+from m2jax.rl import terms as terms_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(estimators.EstimatorConfig):
+  """CISPO.
+
+  Attributes:
+    is_weight_max, is_weight_min: absolute bounds of the importance weight; M2 has no
+      lower one.
+  """
+
+  kind: str = 'cispo'
+  is_weight_max: float = 5.0
+  is_weight_min: float = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    _check_bounds(**self._bounds)
+
+  @property
+  def _bounds(self) -> dict[str, float]:
+    return dict(is_weight_max=self.is_weight_max, is_weight_min=self.is_weight_min)
+
+  def loss(self, terms: terms_lib.Terms) -> Float[Array, '*M']:
+    return loss(*terms.of_tokens, **self._bounds)
+
+  def metrics(self, terms: terms_lib.Terms) -> dict[str, jax.Array]:
+    return metrics(*terms.of_tokens, **self._bounds)
 
 
 def loss(
@@ -55,7 +86,7 @@ def loss(
     Array([2.], dtype=float32)
   """
   _check_bounds(is_weight_max, is_weight_min)
-  logprob, old_logprob, advantage = terms.masked(
+  logprob, old_logprob, advantage = terms_lib.masked(
     weight, logprob, old_logprob, advantage
   )
   ratio = jnp.exp(jax.lax.stop_gradient(logprob) - old_logprob)
@@ -76,7 +107,7 @@ def metrics(
   _check_bounds(is_weight_max, is_weight_min)
   del advantage
   used = lambda ratio: jnp.clip(ratio, is_weight_min, is_weight_max)
-  return terms.metrics(logprob, old_logprob, weight, used)
+  return terms_lib.metrics(logprob, old_logprob, weight, used)
 
 
 def _check_bounds(is_weight_max: float, is_weight_min: float) -> None:
