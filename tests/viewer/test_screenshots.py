@@ -33,6 +33,7 @@ VIEWS = {
   'members': ((*GROUP, '3'), '.members .differs'),
   'flags': ((*EDITED, 'l'), '.flags [aria-pressed=true]'),
   'curves': (('v',), '.chart svg'),
+  'findings': (('d',), '.finding .chart .shade'),
   'compare': (('@compare',), '.pairs tr button'),
   'pair': (('@compare', '@task'), '.members'),
 }
