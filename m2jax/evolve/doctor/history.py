@@ -141,8 +141,8 @@ class History:
 def read(workdir: str | os.PathLike, max_bytes: int | None = None) -> History:
   """Reads WORKDIR/metrics.jsonl; without one the history is empty.
 
-  Of a file above `max_bytes` (`MAX_BYTES`) it reads the end. An incomplete last line, as
-  a live run or SIGKILL leaves it, is ignored.
+  Of a file above `max_bytes` (`MAX_BYTES`) it reads the end. An incomplete last line,
+  as a live run or SIGKILL leaves it, is ignored.
 
   Raises:
     OSError: the file cannot be read.
