@@ -123,11 +123,7 @@ class ChatModel:
         return ''.join(texts)
       return found['choices'][0]['message']['content']
     except (
-      ValueError,
-      LookupError,
-      TypeError,
-      AttributeError,
-      RecursionError,
+      *(ValueError, LookupError, TypeError, AttributeError, RecursionError),
     ) as error:
       raise NoAnswer(f'{self.model} at {self.url}: no {self.api} answer') from error
 

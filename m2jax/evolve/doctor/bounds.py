@@ -20,17 +20,15 @@ FACTOR = 10.0
 MAX_FIELDS = 1000
 # Words in a part of a name, such as `roles.engine_urls`, `tasks.kind` or `seed`.
 DENIED = frozenset(
-  'address addresses allow api argv author backend bytes class classes command commands '
-  'connections cwd dev dir directory dirs env environment eval exec executable file '
+  'address addresses allow api argv author backend bytes class classes command '
+  'commands connections cwd dev dir directory dirs env environment eval exec executable file '
   'files held host hosts image images import init interpreter key keys kind limits log '
   'mesh module mount name network password path paths pool port ports program proxy '
   'recorded repository root sandbox script secret seed server setup shell suffixes '
   'unknown url urls user workdir'.split()
 )
 # Whole parts. Those of a budget end a run before its window.
-DENIED_PARTS = frozenset(
-  ('max_items', 'patience', 'seconds', 'split', 'start', 'tokenizer')
-)
+DENIED_PARTS = {'max_items', 'patience', 'seconds', 'split', 'start', 'tokenizer'}
 _LONGER = 'steps'  # a budget that may only grow
 _NAME = re.compile(r'[A-Za-z]\w{0,63}')
 _WORD = re.compile(r'[A-Za-z]\w{0,31}')

@@ -3,8 +3,8 @@
 A diff may change the text of these files and nothing else: no other path, no new,
 deleted or renamed file, no mode, no binary. `git` itself reads it, and applies it to a
 worktree of the commit at HEAD in a temporary directory. The files of the user's
-checkout are read and never written; hooks do not run. The patched code runs in a sandbox
-only (`trials`).
+checkout are read and never written; hooks do not run. The patched code runs in a
+sandbox only (`trials`).
 """
 
 from __future__ import annotations

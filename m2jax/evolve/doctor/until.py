@@ -3,8 +3,8 @@
   python until.py METRICS PHASE STEP SECONDS -- COMMAND…
 
 A script without imports of the package: it also runs where only this file is. Exit
-status: 0 when the step was reached (the command is ended), 124 when the seconds are over,
-else that of the command. The command ends with this process, however that ends.
+status: 0 when the step was reached (the command is ended), 124 when the seconds are
+over, else that of the command. The command ends with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ _DEATH = 1  # PR_SET_PDEATHSIG
 def main(arguments: list[str]) -> int:
   """Exit status; see above."""
   metrics, phase, step, seconds, _, *command = arguments
-  with contextlib.suppress(OSError, AttributeError):  # Linux has it
-    ctypes.CDLL(None).prctl(_DEATH, signal.SIGTERM)
+  _end_with_parent(signal.SIGTERM)
   for number in signal.SIGTERM, signal.SIGINT:
-    signal.signal(number, lambda *_: sys.exit(128 + number))
+    signal.signal(number, lambda number, frame: sys.exit(128 + number))
   ends_s = time.monotonic() + float(seconds)
-  child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+  child = subprocess.Popen(
+    command,
+    stdin=subprocess.DEVNULL,
+    start_new_session=True,
+    preexec_fn=lambda: _end_with_parent(signal.SIGKILL),
+  )
   try:
     read = 0
     while child.poll() is None:
@@ -46,6 +50,11 @@ def main(arguments: list[str]) -> int:
     return status if status >= 0 else 128 - status
   finally:
     _end(child)
+
+
+def _end_with_parent(number: int) -> None:
+  with contextlib.suppress(OSError, AttributeError):  # Linux has it
+    ctypes.CDLL(None).prctl(_DEATH, number)
 
 
 def _reached(path: str, phase: str, step: int, read: int) -> tuple[bool, int]:
