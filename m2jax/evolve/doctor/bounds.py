@@ -21,7 +21,8 @@ MAX_FIELDS = 1000
 # Words in a part of a name, such as `roles.engine_urls`, `tasks.kind` or `seed`.
 DENIED = frozenset(
   'address addresses allow api argv author backend bytes class classes command '
-  'commands connections cwd dev dir directory dirs env environment eval exec executable file '
+  'commands connections cwd dev dir directory dirs env environment eval exec file '
+  'executable '
   'files held host hosts image images import init interpreter key keys kind limits log '
   'mesh module mount name network password path paths pool port ports program proxy '
   'recorded repository root sandbox script secret seed server setup shell suffixes '

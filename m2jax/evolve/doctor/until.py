@@ -20,7 +20,7 @@ import time
 
 OVER = 124
 POLL_S = 0.2
-GRACE_S = 60.0  # a job saves a checkpoint when it is asked to end
+GRACE_S = 15.0  # from SIGTERM to SIGKILL
 _DEATH = 1  # PR_SET_PDEATHSIG
 
 
