@@ -29,8 +29,16 @@ from absl import flags, logging
 from experiments import common, own_kinds
 from m2jax import sandbox
 from m2jax.evolve import chat_model, doctor
-from m2jax.evolve.doctor import finding, logs, model, patches, rules, settings
-from m2jax.evolve.doctor import trials, verify
+from m2jax.evolve.doctor import (
+  finding,
+  logs,
+  model,
+  patches,
+  rules,
+  settings,
+  trials,
+  verify,
+)
 from m2jax.observe import findings as shown_findings
 
 POOL = flags.DEFINE_string('pool', '', "URL of the pool; default: the workdir's.")

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 
-_IMPORT = re.compile(r'[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*)?')
+_IMPORT = re.compile(r'[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?')
 _REGULAR = ('100644', '100755')
 MAX_FILES, MAX_FILE_BYTES = 16, 64 << 10
 _TIMEOUT_S = 300.0

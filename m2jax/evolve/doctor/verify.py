@@ -1,9 +1,10 @@
-"""Verification: a part of the run again, with the change, and whether the evidence is gone.
+"""Verification: the faulty span again, with the change: is the evidence gone?
 
-`prepare` makes a new workdir, WORKDIR/verify-N, from which the job's own command resumes
-at the last checkpoint before the finding's window, or starts; `until` runs it to the end
-of the window and the records that a detector needs behind it; `judge` examines what it
-recorded. One rerun is one sample: that the evidence is gone is no proof of the cause.
+`prepare` makes a new workdir, WORKDIR/verify-N, from which the job's own command
+resumes at the last checkpoint before the finding's window, or starts; `until` runs it
+to the end of the window and the records that a detector needs behind it; `judge`
+examines what it recorded. One rerun is one sample: that the evidence is gone is no
+proof of the cause.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NEEDED_RECORDS = 8  # behind a window: what `training.RECENT` and others compare
 JOB, LOG, POOL = '.job', 'job.log', 'pool.db'
 # What later phases read of earlier ones, beside their checkpoints.
 _FILES = 'tokenizer.json', 'demonstrations.jsonl', 'survey.npz'
-# Phases whose start is the end of SFT, and the parts of a config that SFT does not read.
+# Phases that start from SFT's weights; parts of a config that SFT leaves alone.
 _AFTER_SFT = 'rl', 'more_sft'
 _NOT_OF_SFT = {'rl', 'more_sft', 'engine', 'scheduler', 'gateway', 'episodes', 'roles'}
 _BY_STOPPING = {'ended_early', 'stuck', 'pause'}  # a rerun is stopped, and may wait
@@ -260,7 +261,7 @@ def _copy(
   rl = phase.name == 'rl'
   if own and not (rl and not (run / POOL).is_file()):
     step = max(own)
-    shutil.copytree(run / phase.name / str(step), to / phase.name / str(step))
+    _copy_step(run / phase.name, to / phase.name, step)
     if rl:
       _copy_pool(run / POOL, to / POOL)
     before = phase.step <= step
@@ -274,9 +275,9 @@ def _copy(
   else:
     return None
   if phase.name in _AFTER_SFT and (steps := _steps(run / 'sft')):
-    shutil.copytree(run / 'sft' / str(max(steps)), to / 'sft' / str(max(steps)))
+    _copy_step(run / 'sft', to / 'sft', max(steps))
   for name in _FILES:
-    if (run / name).is_file():
+    if (run / name).is_file() and not (run / name).is_symlink():
       shutil.copy(run / name, to / name)
   _copy_records(run / metrics.FILE_NAME, to / metrics.FILE_NAME, until_s)
   return step
@@ -287,6 +288,10 @@ def _steps(directory: pathlib.Path) -> list[int]:
   if not directory.is_dir():
     return []
   return [int(p.name) for p in directory.iterdir() if p.name.isdecimal()]
+
+
+def _copy_step(source: pathlib.Path, target: pathlib.Path, step: int) -> None:
+  shutil.copytree(source / str(step), target / str(step), symlinks=True)
 
 
 def _copy_pool(source: pathlib.Path, target: pathlib.Path) -> None:
