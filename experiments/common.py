@@ -153,7 +153,7 @@ def watching(
   Args:
     path: the job's workdir.
     show: is passed what it found (`RunView.set_findings`).
-    pool_url: of the job's pool, if it is not in the workdir.
+    pool_url: the job's pool, if it is not in the workdir.
   """
   if not DOCTOR.value:
     return contextlib.nullcontext()

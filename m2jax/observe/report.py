@@ -103,7 +103,7 @@ def write_report(
     trajectories: episodes; all of them are on the page.
     summary: the head of the page.
     config: the run's settings, a nested mapping.
-    findings: of the run doctor.
+    findings: what the run doctor found.
 
   Raises:
     OSError: the file cannot be written.
