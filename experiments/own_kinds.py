@@ -15,7 +15,7 @@ from m2jax import kinds
 from m2jax.evolve.doctor import settings
 from m2jax.forge.config import ForgeConfig
 
-# Fields by which a config.json is told to be of a job.
+# Fields that a config.json has if it is of a job.
 _FIELDS = {
   'forge': {'episodes', 'tasks'},
   'pretrain': {'pretrain', 'text'},

@@ -67,6 +67,6 @@ def _tried(look: Callable[[bool], None], cheap: bool) -> bool:
   try:
     look(cheap)
     return True
-  except Exception:  # whatever is wrong with it, the job goes on
+  except Exception:  # whatever is wrong with it, the job continues
     logging.exception('the run doctor failed; the run continues without it')
     return False
