@@ -170,7 +170,10 @@ def _propose(
     patching['files'] = checkout.files
     patching['check_diff'] = lambda diff: patches.check(checkout, diff)
   lines = logs.around(found, log)
-  answer = model.propose(found, config, _build, ask, log=lines, **patching)
+  try:
+    answer = model.propose(found, config, _build, ask, log=lines, **patching)
+  except chat_model.NoAnswer as error:  # the findings are of use without it
+    answer = model.Answer(None, errors=(str(error),))
   return Role(by, answer)
 
 
@@ -211,16 +214,17 @@ def _verify(
   try:
     module = own_kinds.job(config)
     plan = verify.prepare(workdir, aim, config, field)
-  except ValueError as error:
+    logging.info('rerun in %s, to step %d', plan.workdir, plan.until_step)
+    if isinstance(change, model.Patch):
+      assert place is not None
+      (plan.workdir / 'change.diff').write_text(change.diff)
+      status = trials.rerun(place, plan, module, VERIFY_MINUTES.value)
+    else:
+      status = _rerun(plan, verify.command(plan, module, VERIFY_MINUTES.value * 60))
+    return verify.judge(plan, aim, found, status)
+  except (ValueError, OSError, sandbox.SandboxPathError) as error:
+    # Such as a checkpoint that the live run deletes meanwhile, or a full workspace.
     return verify.Verdict(verify.UNDECIDED, str(error))
-  logging.info('rerun in %s, to step %d', plan.workdir, plan.until_step)
-  if isinstance(change, model.Patch):
-    assert place is not None
-    (plan.workdir / 'change.diff').write_text(change.diff)
-    status = trials.rerun(place, plan, module, VERIFY_MINUTES.value)
-  else:
-    status = _rerun(plan, verify.command(plan, module, VERIFY_MINUTES.value * 60))
-  return verify.judge(plan, aim, found, status)
 
 
 def _rerun(plan: verify.Plan, command: Sequence[str]) -> int:
@@ -257,7 +261,7 @@ def _print(found: Sequence[finding.Finding], role: Role) -> None:
     print()
   answer, by = role.answer, '' if role.by == 'rules' else f' by {role.by}'
   for error in answer.errors:
-    print(f'invalid answer{by}: {error}')
+    print(f'no valid answer{by}: {error}')
   if isinstance(answer.change, rules.Proposal):
     change = answer.change
     print(
@@ -293,4 +297,4 @@ def _values(e: finding.Evidence) -> str:
 
 
 if __name__ == '__main__':
-  common.run(main, sandbox.SandboxUnavailable, chat_model.NoAnswer)
+  common.run(main, sandbox.SandboxUnavailable)

@@ -348,10 +348,15 @@ def test_the_command_with_recorded_answers(tmp_path, config):
   done = processes.run('experiments.doctor', *flags)
   assert done.returncode == 1, done.stderr
   label = 'by recorded answers, a test of the plumbing: '
-  assert f'invalid answer {label}not one JSON object' in done.stdout
+  assert f'no valid answer {label}not one JSON object' in done.stdout
   assert f'{label}--config.rl.optimizer.muon.learning_rate=0.001' in done.stdout
   (found,) = (x for x in findings.read(tmp_path) if x.kind == 'gradient_jump')
   assert found.window == (41, 60)
+  done = processes.run(
+    'experiments.doctor',
+    *(f'--workdir={tmp_path}', '--model=m', '--model_url=http://127.0.0.1:1/v1'),
+  )
+  assert done.returncode == 1 and 'no valid answer by m: m at http' in done.stdout
   for wrong in (['--model=m'], ['--own_code'], [f'--recorded={tmp_path}/none']):
     done = processes.run('experiments.doctor', f'--workdir={tmp_path}', *wrong)
     assert done.returncode == 2 and wrong[0].partition('=')[0] in done.stderr

@@ -30,6 +30,7 @@ _M2JAX = '/opt/m2jax'
 _PACKAGES = 'm2jax', 'm2jax_pipelines', 'experiments', 'configs'
 _BACK = metrics.FILE_NAME, verify.LOG, verify.POOL, 'config.json', 'tokenizer.json'
 _TAIL_CHARS = 2000
+_MAX_BACK_BYTES = 512 << 20  # of a file, which is in memory meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,10 @@ def run_tests(worktree: pathlib.Path, command: str, minutes: float) -> Tests:
   Raises:
     SandboxUnavailable: this machine has no sandbox.
   """
-  done, _ = _run(worktree, command, minutes * 60)
+  try:
+    done, _ = _run(worktree, command, minutes * 60)
+  except (sandbox.WorkspaceFull, sandbox.SandboxPathError) as error:
+    return Tests(False, f'the worktree cannot be copied into the sandbox: {error}')
   words = 'the time is over\n' if done.timed_out else ''
   text = printable.printable(done.stdout + done.stderr)[-_TAIL_CHARS:]
   return Tests(done.returncode == 0, words + text)
@@ -117,7 +121,7 @@ def _run(
       files = {}
       for name in back:
         with contextlib.suppress(FileNotFoundError, sandbox.SandboxPathError):
-          files[name] = await box.read(name)
+          files[name] = await box.read(name, _MAX_BACK_BYTES)
       return done, files
     finally:
       await box.destroy()
