@@ -65,7 +65,7 @@ def test_values_of_any_type_can_be_shown(part, value, tmp_path):
   found = findings.read(tmp_path)
   assert found[-1].kind == 'gradient_jump'
   shown = json.dumps([x.as_dict() for x in found], allow_nan=False)
-  assert len(shown) < 20_000
+  assert len(shown) < 20_000 and '\\u001b' not in shown
   report.render(RECORDS, (), report.Summary('a run'), {}, found)
   state = frame.State('run', [frame.Phase('RL', 1.0)], 0.0, findings=found)
   assert '\x1b' not in frame.draw(state, 80).plain
