@@ -33,6 +33,9 @@ if typing.TYPE_CHECKING:
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.')
 FRESH = flags.DEFINE_bool('fresh', False, 'Delete the run in --workdir and start anew.')
+DOCTOR = flags.DEFINE_bool(
+  'doctor', True, 'Let the run doctor examine a training job while it runs.'
+)
 DISTRIBUTED = flags.DEFINE_bool(
   'distributed',
   False,
@@ -142,6 +145,23 @@ def start(mesh: MeshConfig) -> None:
   startup.prepare(None if several else mesh.over(startup.devices()).size)
 
 
+def watching(
+  path: pathlib.Path, show: Callable[..., None], pool_url: str = ''
+) -> contextlib.AbstractContextManager[None]:
+  """The run doctor, which examines this job while the body runs, unless --nodoctor.
+
+  Args:
+    path: the job's workdir.
+    show: is passed what it found (`RunView.set_findings`).
+    pool_url: the job's pool, if it is not in the workdir.
+  """
+  if not DOCTOR.value:
+    return contextlib.nullcontext()
+  from m2jax.evolve.doctor import live
+
+  return live.watching(path, show, pool_url=pool_url)
+
+
 _HELD_OUT = 'held-out loss'
 
 
@@ -176,7 +196,11 @@ def view(
       shown.begin(phase)
     shown.on_record(record)
 
-  with RunView(expected_s, title=f'm2jax {job}') as shown:
+  title = f'm2jax {job}'
+  with (
+    RunView(expected_s, title=title) as shown,
+    watching(workdir(), shown.set_findings),
+  ):
     metrics.add_listener(on_record)
     shown.begin(left[0])
     yield lambda: shown.begin(_HELD_OUT)

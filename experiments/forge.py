@@ -14,6 +14,7 @@ In processes of their own, each with the same --config and --workdir (docs/roles
 from __future__ import annotations
 
 import errno
+import functools
 
 from absl import flags
 
@@ -114,6 +115,7 @@ def _learn(config: ForgeConfig) -> None:
   evaluations = run.run(
     *(config, workdir, common.FRESH.value, sharding, rollouts, commands),
     publishes=publishes,
+    watch=functools.partial(common.watching, pool_url=config.roles.pool_url),
   )
   if process:
     return  # process 0 reports

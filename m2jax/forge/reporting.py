@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from m2jax.forge.config import ForgeConfig
-from m2jax.observe import evaluations, report
+from m2jax.observe import evaluations, findings, report
 from m2jax.observe import metrics as metrics_lib
 from m2jax.pool import database, windows
 from m2jax.pool.data_pool import DataPool, StoredTrajectory
@@ -44,6 +44,7 @@ def write(
       window_items=window,
     ),
     _settings(config),
+    findings.read(workdir),
   )
   return rows
 

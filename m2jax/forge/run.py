@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from m2jax.forge.config import ForgeConfig
 from m2jax.forge.processes import follow, lead
 from m2jax.forge.processes.commands import Commands
 from m2jax.forge.roles import in_process
+from m2jax.observe import findings
 from m2jax.observe import metrics as metrics_lib
 from m2jax.observe.terminal import RunView
 from m2jax.pool import data_pool
@@ -33,6 +34,11 @@ from m2jax.sharding import Sharding
 from m2jax.train.workdir import open_workdir
 
 Rollouts = Callable[..., AbstractContextManager[in_process.Rollouts]]
+# Examines a workdir while it is open, and passes on what it finds (`evolve.doctor`,
+# which is after this package).
+Watch = Callable[
+  [Path, Callable[[Sequence[findings.Shown]], None]], AbstractContextManager[Any]
+]
 
 UNTRAINED = -1  # policy version of random weights; SFT's is 0, RL continues from it
 AFTER_SFT, AFTER_MORE_SFT, AFTER_RL = 'after SFT', 'after more SFT', 'after RL'
@@ -48,6 +54,7 @@ def run(
   commands: Commands | None = None,
   *,
   publishes: bool = False,
+  watch: Watch = lambda workdir, show: nullcontext(),
 ) -> list:
   """Runs or resumes the job; returns the held-out evaluations in order of stage.
 
@@ -64,6 +71,7 @@ def run(
     commands: process 0's commands to the others.
     publishes: whether `rollouts` takes weights as they are on the mesh; else as a copy
       on one device of process 0.
+    watch: examines the run meanwhile, in process 0.
   """
   sharding = sharding_lib.make(config.mesh) if sharding is None else sharding
   served = sharding_lib.local_copy
@@ -87,7 +95,8 @@ def run(
       metrics.add_listener(view.on_record)
       rollouts = functools.partial(rollouts, config)
       made = _Run(config, workdir, metrics, view, pool, commands, sharding, served)
-      made.phases(rollouts)
+      with watch(workdir, view.set_findings):
+        made.phases(rollouts)
       view.begin('report')
       metrics.flush()
       evaluations = reporting.write(config, workdir, pool)

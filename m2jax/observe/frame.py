@@ -16,12 +16,13 @@ from typing import Any
 
 from rich.text import Text
 
-from m2jax.observe import metrics, names, stats, transcript
+from m2jax.observe import findings, metrics, names, stats, transcript
 from m2jax.observe.printable import one_line
 
 _BARS = '▁▂▃▄▅▆▇█'
 _HISTORY = 240  # values in a sparkline
 _SNIPPET_LINES = 6
+_FINDING_LINES = 3
 _AVERAGE_STEPS = 10
 _AVERAGED = tuple(map(names.checked, ('success', 'reward', 'loss')))
 _SERVICES = ('engine', 'gateway')
@@ -97,6 +98,7 @@ class State:
   learning: str = ''  # phase of the latest records with a loss: 'sft' or 'rl'
   window: tuple[tuple[str, ...], int, int | None] | None = None
   snippet: Sequence[Mapping[str, Any]] = ()
+  findings: tuple[findings.Shown, ...] = ()  # of the run doctor, errors first
 
   def find(self, name: str) -> Phase:
     """Returns the phase of that name.
@@ -205,6 +207,7 @@ def draw(state: State, width: int) -> Text:
     Text(),
     *_learning(state),
     *_flow(state, width),
+    *_findings(state.findings, width),
   ]
   snippet = _snippet(state.snippet, width)
   if snippet:
@@ -236,6 +239,7 @@ def plain_line(state: State) -> str:
     ('lag', state.value('policy/lag_mean')),
     ('taken', state.value('pool/taken')),
     ('failed', state.value('pool/failed')),
+    ('findings', len(state.findings) or None),
   ):
     if number(value) is not None:
       parts.append(f'{label} {short(value)}')
@@ -368,6 +372,19 @@ def _counters(state: State, service: str) -> Text:
   keys = names.group(service, 'view')
   pairs = [(key.partition('/')[2].replace('_', ' '), state.value(key)) for key in keys]
   return _figures(service, *pairs)
+
+
+def _findings(found: Sequence[findings.Shown], width: int) -> list[Text]:
+  """A line of each finding, at most `_FINDING_LINES`, and how many more there are."""
+  lines = []
+  for x in found[:_FINDING_LINES]:
+    style = 'red' if x.severity == 'error' else 'yellow'
+    words = f'{x.kind} {x.where}: {x.summary}'
+    lines.append(_label('finding').append(one_line(words, width), style))
+  if len(found) > _FINDING_LINES:
+    more = f'{len(found) - _FINDING_LINES} more: python -m experiments.doctor'
+    lines.append(_label('').append(more, 'dim'))
+  return lines
 
 
 def _label(name: str) -> Text:

@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from m2jax.observe import evaluations, names, sample_plots, stats, svg
+from m2jax.observe import evaluations, findings, names, sample_plots, stats, svg
 from m2jax.observe.printable import printable
 
 TRAJECTORIES = 'trajectories.html'  # next to the report
@@ -172,6 +172,17 @@ def sections(
     dataclasses.replace(s, plots=[p for p in s.plots if p.drawing]) for s in found
   ]
   return [section for section in found if section.plots]
+
+
+def of_finding(found: findings.Shown, records: Records) -> list[Plot]:
+  """A plot of each series of a finding, with the values that the records have."""
+  link = _address(step='') if found.phase == 'rl' else ''
+  plots = []
+  for curve in findings.with_records(found, records).curves:
+    drawing, legend = findings.drawn(found, curve, link)
+    if drawing:
+      plots.append(Plot(curve.name, curve.why, legend, drawing))
+  return plots
 
 
 def _values(records: Records, key: str) -> tuple[list[float], list[float]]:

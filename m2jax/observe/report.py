@@ -16,6 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from m2jax.observe import findings as findings_lib
 from m2jax.observe import names, page, plots, stats, svg, transcript
 from m2jax.observe.evaluations import Evaluation, Pair
 from m2jax.observe.printable import clip, one_line, printable
@@ -92,6 +93,7 @@ def write_report(
   trajectories: Sequence[Episode],
   summary: Summary,
   config: Mapping[str, Any],
+  findings: Sequence[findings_lib.Shown] = (),
 ) -> None:
   """Writes the page; replaces an old one only when the new one is complete.
 
@@ -101,12 +103,13 @@ def write_report(
     trajectories: episodes; all of them are on the page.
     summary: the head of the page.
     config: the run's settings, a nested mapping.
+    findings: what the run doctor found.
 
   Raises:
     OSError: the file cannot be written.
   """
   path = pathlib.Path(path)
-  text = render(records, trajectories, summary, config)
+  text = render(records, trajectories, summary, config, findings)
   temporary = path.with_name(path.name + '.new')
   temporary.write_text(text, encoding='utf-8')
   os.replace(temporary, path)
@@ -117,6 +120,7 @@ def render(
   trajectories: Sequence[Episode],
   summary: Summary,
   config: Mapping[str, Any],
+  findings: Sequence[findings_lib.Shown] = (),
 ) -> str:
   """The page of `write_report` as text."""
   script = page.asset('report.js')
@@ -126,6 +130,7 @@ def render(
     summary=summary,
     headline=_headline(summary.evaluations),
     tables=_tables(summary.evaluations),
+    findings=[(found, plots.of_finding(found, records)) for found in findings],
     sections=plots.sections(records, summary.capacity_items, summary.window_items),
     trajectories=plots.TRAJECTORIES,
     counters=_counters(records),

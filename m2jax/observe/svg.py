@@ -113,6 +113,7 @@ def line_plot(
   x_limits: tuple[float, float] | None = None,
   width: int = WIDTH,
   link: str = '',
+  shade: tuple[float, float] | None = None,
 ) -> Markup:
   """Plots series over a common x axis.
 
@@ -125,6 +126,7 @@ def line_plot(
     x_limits: x range; by default the range of the values.
     width: width of the view box; a plot of half a column needs half of WIDTH.
     link: where a click on a line leads: this and the x of the point.
+    shade: an interval of x behind the lines.
 
   Returns:
     An <svg> element, or '' if there is no finite point.
@@ -144,6 +146,7 @@ def line_plot(
   place_x = _scale(low, high, _LEFT, right)
   place_y = _scale(y_ticks[0], y_ticks[-1], base, _TOP)
   parts = [
+    *_shaded(shade, low, high, place_x),
     *_y_axis(_marks(y_ticks, place_y, y_format), right),
     *_x_axis(_marks(x_ticks, place_x, number), right, x_label),
     *(_drawn(s, place_x, place_y) for s in drawn),
@@ -166,6 +169,24 @@ def line_plot(
     '<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}" data-plot="{}">'
     '{}<line class="cursor" y1="{}" y2="{}" visibility="hidden"/></svg>'
   ).format(width, HEIGHT, label, json.dumps(hover), Markup('').join(parts), _TOP, base)
+
+
+def _shaded(
+  interval: tuple[float, float] | None,
+  low: float,
+  high: float,
+  place: Callable[[float], float],
+) -> list[Markup]:
+  """The part of an interval of x that the plot has, at least three units wide."""
+  if interval is None or interval[1] < low or interval[0] > high:
+    return []
+  left, right = place(max(low, interval[0])), place(min(high, interval[1]))
+  left, right = min(left, right - 1.5), max(right, left + 1.5)
+  return [
+    Markup('<rect class="shade" x="{}" y="{}" width="{}" height="{}"/>').format(
+      *(_digits(left), _TOP, _digits(right - left), HEIGHT - _BOTTOM - _TOP)
+    )
+  ]
 
 
 def bar_plot(

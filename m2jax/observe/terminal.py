@@ -24,6 +24,7 @@ import rich.live
 import rich.text
 from absl import logging as absl_logging
 
+from m2jax.observe import findings as findings_lib
 from m2jax.observe import frame, progress
 from m2jax.observe.console import Console
 from m2jax.observe.printable import printable
@@ -190,6 +191,15 @@ class RunView:
     """Shows a trajectory, OpenAI chat dicts: thinking, command, observation, answer."""
     with self._lock:
       self._state.snippet = messages
+
+  def set_findings(self, found: Sequence[findings_lib.Shown]) -> None:
+    """Shows what the run doctor found, all of it; lines in a log name what is new."""
+    with self._lock:
+      before = {(x.kind, x.phase) for x in self._state.findings}
+      self._state.findings = tuple(found)
+    for x in found:
+      if (x.kind, x.phase) not in before:
+        self._announce(f'{x.severity}: {x.kind}: {x.where}: {x.summary}')
 
   def _draw(self) -> rich.console.RenderableType:
     # A view never stops a job. Do not log here: a log line waits for the lock of the

@@ -5,6 +5,7 @@
   GET  /view/api/list?CONDITION&before=      `pages.Page`
   GET  /view/api/histogram?CONDITION         `PageReader.histogram`
   GET  /view/api/curves                      `Run.curves`
+  GET  /view/api/findings                    `Run.findings`
   GET  /view/api/group/ITEM         `bundle`, of a rollout group
   GET  /view/api/session/SESSION    `bundle`, of one trajectory
   GET  /view/api/tasks?run=&CONDITION        `PageReader.tasks`
@@ -148,6 +149,12 @@ def add_routes(
     checked(request)
     _known(request.query_params, ())
     return await answer(run.curves)
+
+  @app.get('/view/api/findings')
+  async def found(request: fastapi.Request):
+    checked(request)
+    _known(request.query_params, ())
+    return await answer(run.findings)
 
   @app.get('/view/api/tasks')
   async def tasks(request: fastapi.Request):

@@ -58,6 +58,7 @@ def write(
     'evaluations_per_chunk': _EVALUATIONS,
     'noted': noted,
     'curves': run.curves(),
+    'findings': run.findings(),
     'edges': {p: run.reader.histogram(Condition(p))['edges'] for p in PHASES},
   }
   html = page.exported(run.title)

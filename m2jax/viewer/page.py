@@ -20,8 +20,8 @@ STATIC = pathlib.Path(__file__).parent / 'static'
 _VENDOR = 'vendor/htm-preact.umd.js'
 _SCRIPTS = (
   'data.js', 'place.js', 'color.js', 'tokens.js', 'transcript.js', 'timeline.js',
-  'tree.js', 'list.js', 'histogram.js', 'curves.js', 'members.js', 'compare.js',
-  'app.js',
+  'tree.js', 'list.js', 'histogram.js', 'curves.js', 'findings.js', 'members.js',
+  'compare.js', 'app.js',
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pathlib
 import threading
 from typing import Any
 
-from m2jax.observe import evaluations, metrics
+from m2jax.observe import evaluations, findings, metrics
 from m2jax.pool import database
 from m2jax.pool.pages import LISTED, MORE, PageReader
 from m2jax.text import json_lines, tokenizer
@@ -82,6 +82,7 @@ class Run:
       'kinds': [[*kind, n] for kind, n in kinds],
       'listed': [*LISTED, *MORE],
       'flagged': self.annotations.flagged(),
+      'findings': len(findings.read(self.workdir)),
       'logprob_unit': LOGPROB_UNIT,
     }
 
@@ -92,12 +93,8 @@ class Run:
     values are null. Of more than 500 steps every `every`-th is there, and the last.
     `problem`: why there are none.
     """
-    path = self.workdir / metrics.FILE_NAME
-    if path.exists() and path.stat().st_size > _METRICS_BYTES:
-      problem = f'{metrics.FILE_NAME} is larger than {_METRICS_BYTES >> 20} MB'
-      return {'rl': [], 'eval': [], 'every': 1, 'problem': problem}
     try:
-      records = metrics.read(self.workdir)
+      records = self._records()
     except metrics.MetricsError as error:
       return {'rl': [], 'eval': [], 'every': 1, 'problem': str(error)}
     steps = [r for r in records if r['phase'] == 'rl' and type(r['step']) is int]
@@ -116,6 +113,24 @@ class Run:
       'every': every,
       'problem': '',
     }
+
+  def findings(self) -> list[dict[str, Any]]:
+    """What the run doctor found, with the points of its series (`observe.findings`)."""
+    found = findings.read(self.workdir)
+    try:
+      records = self._records() if found else []
+    except metrics.MetricsError:
+      records = []  # the evidence has some of them
+    return [findings.with_records(x, records, _POINTS).as_dict() for x in found]
+
+  def _records(self) -> list[metrics.Record]:
+    """Those of metrics.jsonl. Raises MetricsError if it is damaged or large."""
+    path = self.workdir / metrics.FILE_NAME
+    if path.exists() and path.stat().st_size > _METRICS_BYTES:
+      raise metrics.MetricsError(
+        f'{metrics.FILE_NAME} is larger than {_METRICS_BYTES >> 20} MB'
+      )
+    return metrics.read(self.workdir)
 
   def _status(self) -> str:
     """'live' while the job works, 'finished', 'stopped', or '' if that is unknown."""

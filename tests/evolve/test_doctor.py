@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import pathlib
+import signal
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from experiments import common
 from m2jax import records as records_lib
 from m2jax.evolve import doctor
 from m2jax.evolve.doctor import history, rules, settings
+from m2jax.observe import findings
 from m2jax.pool.data_pool import DataPool
 from tests import processes
 from tests.evolve import runs
+from tests.waiting import wait_until
 
 N = 60
 
@@ -327,3 +331,70 @@ def test_the_command(tmp_path, config):
   assert found['findings'][0]['evidence'][0]['name'] == 'grad_norm'
   missing = processes.run('experiments.doctor', f'--workdir={tmp_path}/none')
   assert missing.returncode == 2 and 'no such directory' in missing.stderr
+
+
+def test_the_command_with_recorded_answers(tmp_path, config):
+  """They are labelled; the second answer is asked for with the error of the first."""
+  records = runs.rl('white', 0, N)
+  for row in records[40:]:
+    row['grad_norm'] *= 40
+  runs.write(tmp_path, records)
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  change = {'change': 'config', 'finding': 'gradient_jump', 'reason': 'too high'}
+  change |= {'field': 'rl.optimizer.muon.learning_rate', 'value': 0.001}
+  answers = tmp_path / 'answers.json'
+  answers.write_text(json.dumps(['rm -rf /', json.dumps(change)]))
+  flags = [f'--workdir={tmp_path}', f'--recorded={answers}', '--write']
+  done = processes.run('experiments.doctor', *flags)
+  assert done.returncode == 1, done.stderr
+  label = 'by recorded answers, a test of the plumbing: '
+  assert f'no valid answer {label}not one JSON object' in done.stdout
+  assert f'{label}--config.rl.optimizer.muon.learning_rate=0.001' in done.stdout
+  (found,) = (x for x in findings.read(tmp_path) if x.kind == 'gradient_jump')
+  assert found.window == (41, 60)
+  done = processes.run(
+    'experiments.doctor',
+    *(f'--workdir={tmp_path}', '--model=m', '--model_url=http://127.0.0.1:1/v1'),
+  )
+  assert done.returncode == 1 and 'no valid answer by m: m at http' in done.stdout
+  for wrong in (['--model=m'], ['--own_code'], [f'--recorded={tmp_path}/none']):
+    done = processes.run('experiments.doctor', f'--workdir={tmp_path}', *wrong)
+    assert done.returncode == 2 and wrong[0].partition('=')[0] in done.stderr
+
+
+@pytest.fixture
+def faulty(tmp_path, config):
+  """A run whose rerun reads `recorded` first; its proposal is the rules'."""
+  records = runs.rl('white', 0, N)
+  for row in records[40:]:
+    row['grad_norm'] *= 40
+  runs.write(tmp_path, records)
+  config = rules.changed(config, 'sft.recorded', f'{tmp_path}/recorded')
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  return tmp_path
+
+
+@pytest.mark.long
+def test_a_rerun_that_dies_is_a_result(faulty):
+  """With the last lines of its log; the run's own files are as they were."""
+  done = processes.run('experiments.doctor', f'--workdir={faulty}', '--verify')
+  assert done.returncode == 1, done.stderr
+  assert 'rerun: undecided: the rerun ended with status 2' in done.stdout
+  assert f'{faulty}/recorded' in done.stdout
+  names = sorted(path.name for path in faulty.iterdir())
+  assert names == ['config.json', 'metrics.jsonl', 'verify-1']
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_a_rerun(faulty):
+  """No process of it is left, and there is no verdict."""
+  os.mkfifo(faulty / 'recorded')  # to read it takes for ever
+  doctor = processes.start('experiments.doctor', f'--workdir={faulty}', '--verify')
+  lock = faulty / 'verify-1' / '.lock'
+  wait_until(lambda: lock.exists() and lock.read_text())
+  pid = lock.read_text().split()[1]
+  doctor.send_signal(signal.SIGINT)
+  ((out, err),) = processes.finish([doctor])
+  assert doctor.returncode == 130 and 'rerun:' not in out, err
+  place = pathlib.Path('/proc') / pid / 'stat'
+  wait_until(lambda: not place.exists() or ') Z' in place.read_text())

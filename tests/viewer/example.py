@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from m2jax import records
-from m2jax.observe import metrics
+from m2jax.observe import findings, metrics
 from m2jax.pool.data_pool import DataPool
 from m2jax.text import chat, tokenizer
 from m2jax.viewer.run import Run
@@ -125,6 +125,21 @@ def completions(
   return found
 
 
+FINDING = {
+  'kind': 'success_falls',
+  'summary': 'the success falls from 0.5 to 0.25',
+  'severity': 'error',
+  'phase': 'rl',
+  'first_step': 2,
+  'last_step': 3,
+  'evidence': [
+    {'name': 'success', 'steps': [2, 3], 'values': [0.5, 0.25], 'threshold': 0.3}
+  ],
+  'log': ['E1130 11:23:45.1 1 agents.py:12] an error'],
+  'causes': [{'text': 'the sign of the reward', 'field': 'rl.learner.reward.alpha'}],
+}
+
+
 def write(
   workdir: pathlib.Path, items: int = 12, better: bool = False, url: str = ''
 ) -> None:
@@ -185,6 +200,7 @@ def write(
       writer.write('rl', step, success=success, reward=success - 0.04 * step + 0.13)
     stage = dict(stage='after RL', split='held_out', temperature=1.0, family='all')
     writer.write('eval', items // 2, stage, successes=1.0, n=3)
+  findings.write(workdir, [FINDING])
   _score(workdir, rng, url)
 
 

@@ -188,6 +188,8 @@ def test_stages_are_the_rows_before_their_records(tmp_path):
     ('/view/api/histogram', {'Host': 'evil.example'}, 403),
     ('/view/api/curves', {'Authorization': ''}, 401),
     ('/view/api/curves?path=/etc/passwd', {}, 400),
+    ('/view/api/findings', {'Authorization': ''}, 401),
+    ('/view/api/findings?path=/etc/passwd', {}, 400),
     ('/view/api/run?run=other', {}, 404),
     ('/view/api/run?run=/etc', {}, 400),
     ('/view/api/tasks?run=other', {}, 404),
@@ -392,3 +394,18 @@ def test_tasks_have_their_mean_verdict(tmp_path):
       ]
       assert run.reader.of_task(evaluated, 'a/spec', 2) == ['e2', 'e1']
       assert run.reader.of_task(evaluated, 'other', 2) == []
+
+
+def test_findings_with_what_the_records_have(opened, tmp_path):
+  """More points than their own evidence; of records that cannot be read, that."""
+  assert opened.findings() == [] and opened.summary()['findings'] == 0
+  write_metrics(tmp_path, *(rl(i, grad_norm=float(i)) for i in range(1, 21)))
+  evidence = {'name': 'grad_norm', 'steps': [9, 10], 'values': [9.0, 1e999]}
+  found = {'kind': 'gradient_jump', 'phase': 'rl', 'evidence': [evidence]}
+  (tmp_path / 'findings.json').write_text(json.dumps([found, {'no': 'finding'}]))
+  (shown,) = opened.findings()
+  assert shown['curves'][0]['points'] == tuple((i, float(i)) for i in range(1, 21))
+  assert opened.summary()['findings'] == 1
+  (tmp_path / 'metrics.jsonl').write_text('[[[\n')
+  assert opened.findings()[0]['curves'][0]['points'] == ((9, 9.0),)
+  json.dumps(opened.findings(), allow_nan=False)

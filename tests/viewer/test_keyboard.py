@@ -45,6 +45,7 @@ VIEWS = {
   'timeline': ((*FIRST, '4'), '.timeline table', 13),
   'members': ((*GROUP_0, '3'), '.members .who', 30),
   'curves': (('v',), '.chart svg', 8),
+  'findings': (('d',), '.finding .chart svg', 8),
 }
 
 

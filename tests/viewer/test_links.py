@@ -9,7 +9,7 @@ import urllib.parse
 import pytest
 from playwright.sync_api import expect
 
-from m2jax.observe import metrics
+from m2jax.observe import findings, metrics
 from m2jax.pool.data_pool import DataPool
 from m2jax.viewer import export, serving
 from m2jax.viewer.run import Run
@@ -17,6 +17,16 @@ from tests.viewer import conftest
 from tests.viewer.conftest import press
 
 GROUPS = 52  # a page has 50
+FINDING = {
+  'kind': f'kind {conftest.HOSTILE}',
+  'summary': f'the success rises {conftest.HOSTILE}',
+  'phase': 'rl',
+  'first_step': 2,
+  'last_step': 2,
+  'evidence': [{'name': 'success', 'steps': [2], 'values': [0.5], 'threshold': 0.4}],
+  'log': [conftest.HOSTILE],
+  'causes': [{'text': conftest.HOSTILE, 'field': conftest.HOSTILE}],
+}
 
 
 @pytest.fixture(scope='module', params=['server', 'file'])
@@ -33,6 +43,7 @@ def address(request, tmp_path_factory):
         writer.write('rl', step, reward=0.5, success=0.25 * step)
     conftest.add_evaluation(pool, workdir, 'after SFT', ['e0', 'e1'], 1000.0)
     conftest.add_evaluation(pool, workdir, 'after RL', ['e2'], 2000.0)
+  findings.write(workdir, [FINDING])
   with contextlib.closing(Run(workdir)) as run:
     run.annotations.flag('s29.1', 'hacked', True)
     run.annotations.flag('s29.1', 'look', True)
@@ -287,3 +298,19 @@ def test_a_narrow_screen_shows_list_or_detail(narrow, at):
   press(tab, 'Escape')
   expect(tab.locator('#list')).to_be_focused()
   assert tab.locator('.detail').is_hidden()
+
+
+def test_a_finding_leads_to_the_trajectories_of_its_window(at):
+  """Window and threshold are drawn over the whole series; text of others is text."""
+  tab = at()
+  tab.click('nav >> text=Findings')
+  expect(tab).to_have_url(re.compile('#phase=findings$'))
+  expect(tab.locator('.finding .point')).to_have_count(2)
+  expect(tab.locator('.finding .shade')).to_have_count(1)
+  expect(tab.locator('.finding .bound')).to_have_count(1)
+  expect(tab.locator('.finding')).to_contain_text('the success rises </script><img')
+  assert tab.locator('.finding img').count() == 0
+  assert tab.evaluate('window.hacked') is None
+  expect(tab.locator('a.window')).to_have_text(['step 2'])
+  tab.click('a.window')
+  rows(tab, 'g30', 's30.0', 's30.1')

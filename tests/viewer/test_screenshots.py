@@ -15,6 +15,8 @@ import pathlib
 import pytest
 from playwright.sync_api import TimeoutError
 
+from m2jax.observe import findings, report
+from tests.viewer import conftest, example
 from tests.viewer.conftest import press
 
 SIZES = {'desktop': (1400, 900), 'narrow': (420, 900)}
@@ -33,6 +35,7 @@ VIEWS = {
   'members': ((*GROUP, '3'), '.members .differs'),
   'flags': ((*EDITED, 'l'), '.flags [aria-pressed=true]'),
   'curves': (('v',), '.chart svg'),
+  'findings': (('d',), '.finding .chart .shade'),
   'compare': (('@compare',), '.pairs tr button'),
   'pair': (('@compare', '@task'), '.members'),
 }
@@ -77,3 +80,25 @@ def test_every_view(tab, example_link, tmp_path, view):
       tab.emulate_media(color_scheme=scheme)
       path = pathlib.Path(folder or tmp_path) / f'{view}-{scheme}-{size}.png'
       assert len(tab.screenshot(path=path)) > 10_000, size  # not one colour
+
+
+def test_the_report_of_findings(tab, tmp_path):
+  """Each has its plot with a shaded window, and its text is no element."""
+  hostile = conftest.HOSTILE + 'x' * 300
+  found = example.FINDING | {'summary': hostile, 'log': [hostile]}
+  rows = [{'phase': 'rl', 'step': i, 'success': 0.5 - i / 20} for i in range(6)]
+  path = tmp_path / 'report.html'
+  shown = findings.parse([found, found])
+  report.write_report(path, rows, (), report.Summary('a run'), {}, shown)
+  tab.goto(path.as_uri())
+  assert tab.locator('.finding svg .shade').count() == 2
+  assert tab.locator('.finding img').count() == 0
+  assert tab.evaluate('window.hacked') is None
+  for size, (width, height) in SIZES.items():
+    tab.set_viewport_size({'width': width, 'height': height})
+    assert tab.evaluate('document.documentElement.scrollWidth <= innerWidth'), size
+    for scheme in 'light', 'dark':
+      tab.emulate_media(color_scheme=scheme)
+      folder = pathlib.Path(os.environ.get('SCREENSHOTS') or tmp_path)
+      image = folder / f'report-findings-{scheme}-{size}.png'
+      assert len(tab.screenshot(path=image)) > 10_000, size

@@ -9,6 +9,7 @@ relative to the run itself and are constants with their reason beside each detec
   training, policy, flow                      detectors: pure functions of the records
   robust                                      comparisons of a series with its past
   causes, rules                               tables: kinds and causes, proposed changes
+  live                                        examines a job while it runs
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def examine(
   pool_url: str = '',
   log_files: Iterable[pathlib.Path] = (),
   now_s: float | None = None,
+  cheap: bool = False,
 ) -> list[Finding]:
   """The findings of a run, errors first, in the order of their windows.
 
@@ -58,14 +60,17 @@ def examine(
     pool_url: its pool; '' is WORKDIR/pool.db, if there is one.
     log_files: logs besides WORKDIR/*.log.
     now_s: the present time; None is the clock's.
+    cheap: only the newest `history.CHEAP_BYTES` of the records, and the logs; neither
+      pool nor tokenizers.
 
   Raises:
     OSError: the records or one of `log_files` cannot be read.
     ValueError: the pool of `pool_url` cannot be opened.
   """
-  config, records = settings.read(workdir), history.read(workdir)
+  config = settings.read(workdir)
+  records = history.read(workdir, history.CHEAP_BYTES if cheap else None)
   log = logs.read(workdir, log_files)
-  of_pool, newest_s = _pool(workdir, pool_url)
+  of_pool, newest_s = ([], 0.0) if cheap else _pool(workdir, pool_url)
   signs = flow.Signs(
     time.time() if now_s is None else now_s,
     in_use(workdir),
@@ -75,7 +80,7 @@ def examine(
   found = [
     *of_history(records, config, signs),
     *of_pool,
-    *tokenizers.examine(workdir, config),
+    *(() if cheap else tokenizers.examine(workdir, config)),
     *logs.errors(log),
   ]
   explained = (causes.explained(x, config) for x in _merged(found))

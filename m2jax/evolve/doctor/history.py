@@ -28,6 +28,7 @@ from m2jax.observe import metrics, names, sample_names
 
 KEEP_RECORDS = 1 << 19  # a run of days; 100 MB with all series
 MAX_BYTES = 512 << 20  # of the end of the file, which is read in seconds
+CHEAP_BYTES = 16 << 20  # of it that a job reads of itself: some thousands of records
 MAX_LINE_BYTES = 1 << 20  # a record has a few kilobytes
 MAX_NAMES = 64  # names with values that are not finite; bounds a hostile file
 MAX_NOT_FINITE = 1 << 14  # records of each; the first ones are enough
@@ -137,10 +138,11 @@ class History:
     return max(self.phases.values(), key=lambda p: p.time_s[-1], default=None)
 
 
-def read(workdir: str | os.PathLike) -> History:
+def read(workdir: str | os.PathLike, max_bytes: int | None = None) -> History:
   """Reads WORKDIR/metrics.jsonl; without one the history is empty.
 
-  An incomplete last line, as a live run or SIGKILL leaves it, is ignored.
+  Of a file above `max_bytes` (`MAX_BYTES`) it reads the end. An incomplete last line,
+  as a live run or SIGKILL leaves it, is ignored.
 
   Raises:
     OSError: the file cannot be read.
@@ -155,9 +157,9 @@ def read(workdir: str | os.PathLike) -> History:
     found.damage(0, 'not a regular file')
     return found.history()
   with open(path, 'rb') as file:
-    number = 0
-    if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
-      file.seek(size - MAX_BYTES)
+    number, most = 0, max_bytes or MAX_BYTES
+    if (size := os.fstat(file.fileno()).st_size) > most:
+      file.seek(size - most)
       while (line := file.readline(MAX_LINE_BYTES)) and not line.endswith(b'\n'):
         pass
     while line := file.readline(MAX_LINE_BYTES):

@@ -112,6 +112,27 @@ def with_lines(found: Finding, log: Log) -> Finding:
   return dataclasses.replace(found, log=tuple(out))
 
 
+def around(findings: Iterable[Finding], log: Log, most: int = 80) -> list[str]:
+  """The newest lines within a minute of a finding's window, without INFO of absl's.
+
+  Lines without a time, such as those of a traceback, belong to the line before them.
+  """
+  windows = [
+    (f.first_s - _AROUND_S, (f.last_s or f.first_s) + _AROUND_S)
+    for f in findings
+    if f.first_s is not None
+  ]
+  out: collections.deque[str] = collections.deque(maxlen=most)
+  inside = not windows
+  for line in log.lines:
+    if line.time_s is not None:
+      near = any(first <= line.time_s <= last for first, last in windows)
+      inside = (near or not windows) and line.text[:1] != 'I'
+    if inside:
+      out.append(printable.one_line(line.text, _LINE_CHARS))
+  return list(out)
+
+
 def errors(log: Log) -> Iterator[Finding]:
   """Errors and tracebacks in the logs; lines that differ in numbers only are one."""
   matches = re.compile(causes.KINDS['logged_errors'].log).search

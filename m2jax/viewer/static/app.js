@@ -9,7 +9,7 @@ const TABS = {
 const KEYS = [
   ['j k ↓ ↑', 'next, previous'], ['→ ←', 'open, close a group'], ['Enter', 'open a group, read on the right'],
   ['1 2 3 4', 'views'], ['c', 'next colour'], ['/', 'search'], ['n', 'new note'],
-  ['h i l', 'flag: hacked, infrastructure, look at this'], ['t e v', 'training, evaluations, curves'], ['?', 'these keys'], ['Esc', 'back to the list, clear the search'],
+  ['h i l', 'flag: hacked, infrastructure, look at this'], ['t e v d', 'training, evaluations, curves, findings'], ['?', 'these keys'], ['Esc', 'back to the list, clear the search'],
 ];
 
 const named = (names, values) => Object.fromEntries(names.map((name, i) => [name, values[i]]));
@@ -291,6 +291,7 @@ function App() {
     c: () => { const names = Object.keys(MODES); setMode(names[(names.indexOf(mode) + 1) % names.length]); return true; },
     '/': () => focus('search'), n: () => focus('note'), '?': () => { setHelp(true); return true; },
     t: () => phase('rl'), e: () => phase('eval'), v: () => phase('curves'),
+    d: () => phase('findings'),
     h: () => flag('hacked'), i: () => flag('infrastructure'), l: () => flag('look'),
     Escape: () => {
       if (help) setHelp(false);
@@ -308,13 +309,15 @@ function App() {
     .reduce((sum, kind) => sum + kind[3], 0).toLocaleString();
   return html`<header class="bar"><h1>${summary.title}</h1>
       <nav aria-label="Phase">${[['rl', 'Training', total(false)], ['eval', 'Evaluations', total(true)],
-        ['curves', 'Curves', ''], ...(summary.compared ? [['compare', 'Compare', '']] : [])].map(([name, label, n]) =>
+        ['curves', 'Curves', ''], ...(summary.findings ? [['findings', 'Findings', summary.findings]] : []),
+        ...(summary.compared ? [['compare', 'Compare', '']] : [])].map(([name, label, n]) =>
         html`<button aria-pressed=${condition.phase === name} onClick=${() => phase(name)}>${label}
           ${n && html` <span class="soft">${n}</span>`}</button>`)}</nav>
       <span class="soft states">${Object.entries(summary.states).map(([s, n]) => `${n} ${s}`).join(' · ')}</span>
       <${Status} ...${{ problem, status: summary.status }} />
       <button class="helpkey" aria-label="Keys" onClick=${() => setHelp(true)}>?</button></header>
     ${place.phase === 'curves' && html`<${Curves} summary=${summary} />`}
+    ${place.phase === 'findings' && html`<${Findings} summary=${summary} />`}
     ${place.phase === 'compare' && (summary.compared ? html`<${Compare} ...${{ summary, place, go }} />`
       : html`<p class="soft pad">No second run: experiments.view --compare=WORKDIR adds one.</p>`)}
     ${listing && html`<div class=${`columns ${selected ? 'reading' : ''}`}><section class="side" aria-label="List">

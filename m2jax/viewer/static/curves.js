@@ -14,19 +14,22 @@ const stagePoints = (rows) => rows.filter(([, y]) => y != null).map(([stage, y, 
 const reach = (xs, i) => [i ? (xs[i - 1] + xs[i]) / 2 : xs[0] - MARGIN.right,
   i < xs.length - 1 ? (xs[i] + xs[i + 1]) / 2 : xs[i] + MARGIN.right];
 
-function Chart({ title, note, points, limits, text, line = true, xLabel }) {
+// `shade`: an interval of x behind the points; `bound`: a dashed line. Points may have no link.
+function Chart({ title, note, points, limits, text, line = true, xLabel, shade, bound }) {
   const [ref, width] = useWidth(), [chosen, setChosen] = useState(points.length - 1);
-  const at = Math.min(Math.max(chosen, 0), points.length - 1), ys = points.map((p) => p.y);
+  const at = Math.min(Math.max(chosen, 0), points.length - 1), ys = points.map((p) => p.y).concat(bound ?? []);
   let [low, high] = limits ?? [Math.min(...ys), Math.max(...ys)];
   if (low === high) [low, high] = [low - 1, high + 1];
   const start = points[0].x, span = points.at(-1).x - start;
   const x = (v) => MARGIN.left + (span ? (v - start) / span : 0.5) * (width - MARGIN.left - MARGIN.right);
   const y = (v) => CHART - MARGIN.bottom - ((v - low) / (high - low)) * (CHART - MARGIN.top - MARGIN.bottom);
+  if (shade) shade = [Math.max(shade[0], start), Math.min(shade[1], start + span)];
+  if (shade && shade[0] > shade[1]) shade = undefined;
   const xs = points.map((p) => x(p.x)), ends = span ? [points[0], points.at(-1)] : [points[0]];
   const onKey = (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (by) setChosen(Math.min(Math.max(at + by, 0), points.length - 1));
-    else if (event.key === 'Enter') location.hash = points[at].link;
+    else if (event.key === 'Enter' && points[at].link) location.hash = points[at].link;
     else return;
     event.preventDefault();
     event.stopPropagation();
@@ -35,8 +38,11 @@ function Chart({ title, note, points, limits, text, line = true, xLabel }) {
     <div ref=${ref} role="listbox" tabindex="0" onKeyDown=${onKey} aria-activedescendant=${`${title}-${at}`}
       aria-label=${`${title}: arrow keys move, Enter opens the trajectories`}>
     ${width > 0 && html`<svg width=${width} height=${CHART} role="presentation">
+      ${shade && html`<rect class="shade" x=${x(shade[0]) - 2} y=${MARGIN.top} width=${x(shade[1]) - x(shade[0]) + 4}
+        height=${CHART - MARGIN.top - MARGIN.bottom} />`}
       ${[low, (low + high) / 2, high].map((v) => html`<line class="grid" x1=${MARGIN.left} x2=${width - MARGIN.right}
         y1=${y(v)} y2=${y(v)} /><text x=${MARGIN.left - 6} y=${y(v) + 4} text-anchor="end">${text(v)}</text>`)}
+      ${bound != null && html`<line class="bound" x1=${MARGIN.left} x2=${width - MARGIN.right} y1=${y(bound)} y2=${y(bound)} />`}
       ${ends.map((p, i) => html`<text x=${x(p.x)} y=${CHART - 5} text-anchor=${span ? ['start', 'end'][i] : 'middle'}>
         ${xLabel} ${p.x}</text>`)}
       ${line && html`<polyline points=${points.map((p, i) => `${xs[i]},${y(p.y)}`).join(' ')} />`}

@@ -1,6 +1,6 @@
 // Where the data comes from: the API of a server, or elements of this file.
 // Both sources have: summary(), page(condition, before), histogram(condition), curves(),
-// group(item), session(session), annotations(session), live. A server also has
+// findings(), group(item), session(session), annotations(session), live. A server also has
 // annotate(session, fields) and, of two runs, summary(run), tasks() and task().
 
 const { html, render, h, useState, useEffect, useLayoutEffect, useRef, useMemo } = htmPreact;
@@ -33,6 +33,7 @@ class ApiSource {
   page(condition, before) { return this.ask('list', { ...condition, before }); }
   histogram(condition) { return this.ask('histogram', condition); }
   curves() { return this.get('curves'); }
+  findings() { return this.get('findings'); }
   tasks(run, condition) { return this.ask('tasks', { ...condition, run }); }
   task(run, condition, task) { return this.ask('task', { ...condition, run, task }); }
 
@@ -99,6 +100,7 @@ class FileSource {
   }
 
   async curves() { return (await this.index()).curves; }
+  async findings() { return (await this.index()).findings; }
 
   #answer(index, rows, column, condition, before) {
     if (condition.phase === 'eval') return { items: [], rows, before };

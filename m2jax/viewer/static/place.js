@@ -4,7 +4,7 @@
 const START = { group: '', session: '', tab: '', phase: 'rl', outcome: '', family: '', end_reason: '',
   stage: '', step: '', flag: '', least_s: '', most_s: '', least_reward: '', most_reward: '', text: '',
   stage_b: '', task: '' }; // the last two: see compare.js
-const PHASES = ['rl', 'eval', 'curves', 'compare'];
+const PHASES = ['rl', 'eval', 'curves', 'findings', 'compare'];
 const SETTLED_MS = 40; // what a held key passes is neither read nor in the history
 const ADDRESS = location.href.split('#')[0];
 const NARROW = matchMedia('(max-width: 60rem)'); // as in view.css: one column
