@@ -111,6 +111,9 @@ def of_history(
     yield from training.gradient(phase)
     yield from training.entropy(phase)
     yield from training.experts(phase)
+    yield from training.router_bias(phase, config)
+    yield from training.loss_mask(phase)
+    yield from flow.saves(phase)
     yield from flow.throughput(phase)
   if (rl := records.phases.get('rl')) is not None:
     yield from policy.ratio(rl)

@@ -76,7 +76,11 @@ KINDS: Mapping[str, Kind] = {
     WARNING, (('the router bias follows too slowly', '{step}.bias_update_rate'), _RATE)
   ),
   'router_bias_frozen': Kind(
-    WARNING, (('the router bias is not updated', '{step}.bias_update_rate'),)
+    WARNING,
+    (
+      ('the router bias is not updated', '{step}.bias_update_rate'),
+      ('its update is missing, in code', ''),
+    ),
   ),
   'ratio_drift': Kind(
     WARNING,
@@ -117,6 +121,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     r'(?i)verif|pars(?:e|ing)',
   ),
+  'loss_mask': Kind(ERROR, (('the loss mask trains context, in code', ''),)),
   'zero_advantage': Kind(
     WARNING,
     (
@@ -213,6 +218,14 @@ KINDS: Mapping[str, Kind] = {
       ('the disk is full or shared', ''),
     ),
     r'(?i)sav|checkpoint|no space',
+  ),
+  'low_disk': Kind(
+    WARNING,
+    (
+      ('the disk is nearly full', ''),
+      ('too many checkpoints are kept', 'rl.keep_every_steps'),
+    ),
+    r'(?i)no space|sav',
   ),
   'forks': Kind(
     WARNING,

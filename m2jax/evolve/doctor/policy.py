@@ -34,8 +34,9 @@ SUCCESS_LOST = 0.15  # and at least 0.35 of the first level
 SUCCESS_LOST_SHARE = 0.35
 AGAINST = -0.6  # correlation of reward and success; rewards are paid for success
 LAG_FACTOR, LAG_LEAST = 3.0, 4.0  # × the baseline's 0.9 quantile, versions
-PUBLISHED_RECORDS = 12  # lag that grows by one a step for at least this long
+PUBLISHED_RECORDS = 12  # of one version, or of a lag that grows by one a step
 PUBLISHED_UNKNOWN = 32  # the same if the capacity of the queue is unknown
+UNPUBLISHED_S = 5.0  # an engine in another process reports its version once a second
 QUEUES = 2.0  # × the versions that pass while a full queue is taken
 
 
@@ -197,12 +198,33 @@ def length(phase: Phase) -> Iterator[Finding]:
     )
 
 
+def _unpublished(phase: Phase) -> Finding | None:
+  """An engine that samples with one version while the learner goes on."""
+  at, x = phase.finite('engine/version')
+  for first, last in robust.runs(np.flatnonzero(np.diff(x) == 0), gap=1):
+    part = first, last + 1
+    seconds = phase.time_s[at[last + 1]] - phase.time_s[at[first]]
+    if last + 1 - first >= PUBLISHED_RECORDS and seconds >= UNPUBLISHED_S:
+      return windows.of_series(
+        'weights_not_published',
+        f'the engine samples with version {x[first]:.0f} for {last + 1 - first:,} '
+        'updates',
+        phase,
+        *('engine/version', at, x, part, None),
+        f'it follows the updates; {PUBLISHED_RECORDS} of them and {UNPUBLISHED_S:g} s',
+      )
+  return None
+
+
 def staleness(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
   """Weights that are not published, or samples that are older than the queue explains.
 
   Between submission and taking of an item at most N + W − 2 others are taken
   (docs/design.md §6), `groups_per_step` or more by each update.
   """
+  if (found := _unpublished(phase)) is not None:
+    yield found
+    return
   at, x = phase.finite('policy/lag_mean')
   queue = settings.queue_versions(config)
   least = max(PUBLISHED_RECORDS, QUEUES * queue) if queue else PUBLISHED_UNKNOWN
