@@ -2,7 +2,8 @@
 
   base      demonstrations, tokenizer and SFT of a tiny policy
   rl        reinforcement learning from the weights of `base` with the same seed
-  sft       the same as `base`, for faults that belong to fine-tuning
+  whole     `base` and `rl` in one run
+  sft       a short `base`, for faults that belong to fine-tuning
   pretrain  pre-training on the Python library's text
 
 A job takes half a minute of CPU once its programs are compiled.
@@ -22,10 +23,11 @@ from configs import pretrain as pretrain_config
 from experiments import fields
 from m2jax.forge.config import ForgeConfig
 
-JOBS = ('rl', 'sft', 'pretrain')
 UPDATES = 80  # of RL
+RL_SECONDS = 60.0  # at most
 BASE_STEPS, SFT_STEPS = 800, 160
 PRETRAIN_STEPS = 240
+LENGTH = {'rl': UPDATES, 'sft': SFT_STEPS, 'pretrain': PRETRAIN_STEPS}
 
 
 def config(
@@ -34,7 +36,7 @@ def config(
   """The settings of a job: fields of `ForgeConfig`, or of `experiments.pretrain`.
 
   Args:
-    job: 'base', or one of `JOBS`.
+    job: its name.
     seed: the run's seed.
     base: workdir of `base`, for 'rl'.
   """
@@ -59,7 +61,8 @@ def config(
   c.sft.loop.update(steps=steps, checkpoint_every=steps // 4, log_every=2)
   c.sft.step.update(micro_rows=2)
   c.sft.optimizer.schedule.update(total_steps=steps, decay_steps=steps // 3)
-  c.rl.update(steps=UPDATES, dev_every=0, patience=0, groups_per_step=2, group_size=4)
+  c.rl.update(steps=UPDATES, seconds=RL_SECONDS)
+  c.rl.update(dev_every=0, patience=0, groups_per_step=2, group_size=4)
   c.rl.update(capacity=4, checkpoint_every=10, partial_credit=0.0)
   c.rl.learner.update(row_tokens=1024, row_terms=1024)
   c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
@@ -68,7 +71,7 @@ def config(
   c.rl.optimizer.schedule.update(kind='constant', total_steps=UPDATES, decay_steps=0)
   if job == 'rl':
     c.start = str(base)
-  else:
+  elif job != 'whole':
     c.rl = None
   return fields.complete(c, ForgeConfig)
 

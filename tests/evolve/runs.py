@@ -86,7 +86,7 @@ def rl(shape: str, seed: int, n: int) -> list[dict]:
       'generated_length/128': rng.randrange(20, 60),
     }
     if i % 8 == 0:
-      row['checkpoint/save_s'] = 1 + rng.random()
+      row['checkpoint/save_s'] = 0.5 + rng.random()
     out.append(record('rl', i + 1, time_s, row))
   return out
 
