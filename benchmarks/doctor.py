@@ -40,7 +40,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import doctor_worker, harness
-from benchmarks.doctor_faults import CATEGORIES, Fault, jobs
+from benchmarks.doctor_faults import Fault, jobs
 from experiments import common
 from experiments.pretrain import Config as PretrainConfig
 from m2jax.evolve import doctor

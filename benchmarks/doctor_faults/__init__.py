@@ -30,20 +30,20 @@ patch. It may do one or both of:
           or a function of the usual value. Names are those of `--config.NAME` of
           experiments.forge (jobs 'rl' and 'sft') or experiments.pretrain.
   patch   is called in the job's process before the job starts, to replace functions or
-          methods of m2jax by faulty ones (imports inside it, as above, so that importing
-          the list is cheap). What it replaces should be as small as the error of a
-          programmer or a machine would be: a wrong sign, a lost call, a sleep. It has to
-          behave as usual until `moment.began()`, unless the fault is there from the
-          first update.
+          methods of m2jax by faulty ones (imports inside it, as above, so that
+          importing the list is cheap). What it replaces should be as small as the error
+          of a programmer or a machine would be: a wrong sign, a lost call, a sleep. It
+          has to behave as usual until `moment.began()`, unless the fault is there from
+          the first update.
 
-`begins` is the range in which the first faulty update lies, as shares of the job's
+`begins` is the range in which the first faulty update is, as shares of the job's
 updates; each seed draws one. Faults of `config`, and patches of what is compiled (the
 model, the loss, the optimizer), are there from the start: leave it (0, 0). (Settings
 beside a patch that begins later are no fault themselves, such as a shorter deadline.)
-Jobs are 80
-updates (rl, 2 groups of 4 trajectories each), 160 steps (sft) and 240 steps (pretrain)
-long; a fault that begins after 60 % leaves little to see. RL has a time limit of 60 s,
-so that a fault may be slow but not endless.
+Jobs have 80 updates (rl, each of 2 groups of 4 trajectories), 160 steps (sft) and 240
+steps (pretrain); a fault that begins after 60 % leaves little to see. On a free machine
+RL takes less than a minute; it ends after four, so that a fault may be slow but not
+endless.
 
 `category` is what a right diagnosis names, one of `CATEGORIES`. A fault must not write
 into the records that a run leaves (metrics.jsonl, pool.db, logs) to give itself away or
@@ -62,7 +62,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 CATEGORIES: Mapping[str, str] = {
-  'optimizer': 'learning rate, schedule, clipping of gradients, precision of the update',
+  'optimizer': 'learning rate, schedule, clipping and precision of updates',
   'loss mask': 'tokens are trained that must not be, or the reverse',
   'weights': 'the engine samples with other weights than the learner has published',
   'router': "the experts' load or the router's bias",
@@ -135,7 +135,7 @@ class Fault:
       raise ValueError(f'{self.name!r}: letters, digits and underscores only')
 
   def first(self, seed: int, updates: int) -> int:
-    """The last healthy update of a seed's run of so many updates."""
+    """The last healthy update of the run of a seed that has `updates` of them."""
     low, high = self.begins
     return round(random.Random(f'{self.name}/{seed}').uniform(low, high) * updates)
 

@@ -1,4 +1,4 @@
-"""The first list of faults, with which the detectors of the run doctor were developed."""
+"""The first list of faults, with which the run doctor's detectors were developed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from experiments import fields
 from m2jax.forge.config import ForgeConfig
 
 UPDATES = 80  # of RL
-RL_SECONDS = 60.0  # at most
+RL_SECONDS = 240.0  # at most
 BASE_STEPS, SFT_STEPS = 800, 160
 PRETRAIN_STEPS = 240
 LENGTH = {'rl': UPDATES, 'sft': SFT_STEPS, 'pretrain': PRETRAIN_STEPS}

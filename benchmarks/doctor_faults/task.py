@@ -1,4 +1,4 @@
-"""Sums of one or two numbers that a tool tells: tasks that a tiny model learns fast.
+"""Sums of one or two numbers from a tool: tasks that a tiny model learns fast.
 
 A chain of one or two keys out of eleven; each call of `look` gives the key's number
 below 5 and the next key, and the answer is the sum of the numbers modulo 5. As

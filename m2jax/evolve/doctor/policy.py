@@ -199,7 +199,7 @@ def length(phase: Phase) -> Iterator[Finding]:
 
 
 def _unpublished(phase: Phase) -> Finding | None:
-  """An engine that samples with one version while the learner goes on."""
+  """An engine that samples with one version while the learner publishes others."""
   at, x = phase.finite('engine/version')
   for first, last in robust.runs(np.flatnonzero(np.diff(x) == 0), gap=1):
     part = first, last + 1

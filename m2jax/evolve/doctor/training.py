@@ -189,7 +189,7 @@ def experts(phase: Phase) -> Iterator[Finding]:
 
 
 def router_bias(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
-  """A router bias that stands still while its update rate is positive.
+  """A router bias that does not move while its update rate is positive.
 
   Pre-training stops the updates near its end by its own settings, and is not judged.
   """
