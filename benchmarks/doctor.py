@@ -327,7 +327,8 @@ def main() -> None:
     return kept.once(key, lambda: measure(task, args))
 
   with common.interruptible():
-    for seed, base in sorted({(t.seed, t.base) for t in todo}):
+    of_rl = [t for t in todo if doctor_worker.entries(t.list)[t.name].job == 'rl']
+    for seed, base in sorted({(t.seed, t.base) for t in of_rl}):
       task = doctor_worker.Task('', '', seed, base, base)
       kept.once(['', '', seed], lambda task=task: _run(task, args))
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -51,7 +51,7 @@ def examine(
   log_files: Iterable[pathlib.Path] = (),
   now_s: float | None = None,
 ) -> list[Finding]:
-  """The findings of a run, errors first, in the order of their windows.
+  """The findings of a run: effects of others last, errors first, in order of windows.
 
   Args:
     workdir: the run's directory.
@@ -81,7 +81,7 @@ def examine(
   explained = (causes.explained(x, config) for x in _merged(found))
   return sorted(
     (logs.with_lines(x, log) for x in explained),
-    key=lambda x: (x.severity != causes.ERROR, x.first_s or 0.0),
+    key=lambda x: (*causes.order(x), x.first_s or 0.0),
   )
 
 

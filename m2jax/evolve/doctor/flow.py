@@ -59,6 +59,8 @@ def throughput(phase: Phase) -> Iterator[Finding]:
   """A rate that falls to another level."""
   for name in _RATES:
     at, x = phase.finite(name)
+    if name == 'tokens_per_s':  # an update without advantage has no tokens to train
+      at, x = at[x > 0], x[x > 0]
     parts = robust.shifts(x, before=BEFORE, after=RECENT, factor=SLOWER, down=True)
     for first, last, bound in parts[:1]:
       yield windows.of_series(

@@ -28,7 +28,7 @@ WITHOUT_ADVANTAGE = 0.8  # share of groups: an update learns from a fifth
 SATURATED_RECORDS = 12
 LONGER = 3.0  # × the first length, without more success
 BETTER = 0.05  # gain of success that justifies longer answers
-SUCCESS_TREND = -0.7  # Kendall's τ of eighths of the run
+SUCCESS_TREND = -0.7  # rank correlation of eighths of the run
 SUCCESS_RECORDS = 32
 SUCCESS_LOST = 0.15  # and at least 0.35 of the first level
 SUCCESS_LOST_SHARE = 0.35
@@ -53,15 +53,20 @@ def ratio(phase: Phase) -> Iterator[Finding]:
         *('ratio', at, x, part, abs(bound), 'the expectation of the ratio is 1'),
       )
   at, x = phase.finite('abs_log_ratio')
-  for first, last, bound in robust.shifts(
+  moved = robust.shifts(
     x, before=BEFORE, after=AFTER, factor=LOG_RATIO_FACTOR, floor=LOG_RATIO_LEAST
-  )[:1]:
+  )
+  why = f'{LOG_RATIO_FACTOR:g} × the 0.9 quantile of the {BEFORE} records before'
+  if not moved:
+    why = f'the median of {RECENT} records: no few updates should move a policy so far'
+    parts = robust.sustained(x, RECENT, LOG_RATIO_LEAST)
+    moved = [(*part, LOG_RATIO_LEAST) for part in parts]
+  for first, last, bound in moved[:1]:
     yield windows.of_series(
       'ratio_drift',
       f'|log π/π_old| rises to {np.median(x[first : last + 1]):.3g} nats per token',
       phase,
-      *('abs_log_ratio', at, x, (first, last), bound),
-      f'{LOG_RATIO_FACTOR:g} × the 0.9 quantile of the {BEFORE} records before',
+      *('abs_log_ratio', at, x, (first, last), bound, why),
     )
   at, x = phase.finite('clip_fraction')
   parts = [(*part, CLIPPED) for part in robust.sustained(x, RECENT, CLIPPED)[:1]]
