@@ -122,17 +122,17 @@ def slow_disk(moment: Moment) -> None:
 
 def other_white_space(moment: Moment) -> None:
   """The agent sends its answers back with other white space."""
-  from m2jax.agents import whitebox
+  from m2jax.agents import scaffold
 
-  add = whitebox.Whitebox._add
+  sendable = scaffold.sendable
 
-  def add_changed(self, message, thread, episode):
-    text = message.get('reasoning_content')
-    if text and moment.began():
-      message = dict(message, reasoning_content=text.replace(' ', '  '))
-    add(self, message, thread, episode)
+  def changed(message):
+    sent = sendable(message)
+    if (text := sent.get('reasoning_content')) and moment.began():
+      sent = dict(sent, reasoning_content=text.replace(' ', '  '))
+    return sent
 
-  whitebox.Whitebox._add = add_changed
+  scaffold.sendable = changed
 
 
 def stragglers(moment: Moment) -> None:
@@ -185,7 +185,7 @@ FAULTS = (
     'dead_worker',
     'worker',
     'one of three attempts never ends',
-    config={'rl.item_deadline_s': 3.0},
+    config={'rl.item_deadline_s': 8.0},
     patch=dead_worker,
     begins=_MIDDLE,
   ),
