@@ -105,7 +105,13 @@ def main():
       model,
       variables,
       groups,
-      Run('sft', manager, metrics, files={policy.TOKENIZER_FILE: path.read_bytes()}),
+      Run(
+        'sft',
+        manager,
+        metrics,
+        files={policy.TOKENIZER_FILE: path.read_bytes()},
+        scalars=chats.trained_by_role(groups, tok),
+      ),
       seed=config.seed,
       sharding=mesh,
     )

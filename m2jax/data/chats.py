@@ -9,6 +9,7 @@ order.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -185,6 +186,29 @@ def encode(
       *(unthinking, sum(map(len, groups)), markup.THINK),
     )
   return groups
+
+
+def trained_by_role(
+  groups: Iterable[Sequence[Sample]], tok: tokenizer.Tokenizer
+) -> dict[str, float]:
+  """`trained/ROLE`: share of the trained tokens by the role of their message.
+
+  Roles are read from the ids, where a message begins with a special token and its role;
+  a loss mask that trains other roles than the assistant's shows.
+  """
+  counts = dict.fromkeys(('assistant', 'tool', 'user', 'system'), 0)
+  for sample in itertools.chain.from_iterable(groups):
+    trained = np.zeros(len(sample.tokens), bool)
+    weights = sample.weights
+    trained[sample.prompt_length :] = True if weights is None else weights != 0
+    starts = np.flatnonzero(sample.tokens == tok.role_id)
+    for start, end in itertools.pairwise((*starts, len(sample.tokens))):
+      if count := int(trained[start:end].sum()):
+        role = tok.decode(sample.tokens[start + 1 : start + 9]).partition('\n')[0]
+        name = {'ai': 'assistant'}.get(role, role)
+        counts[name if name in counts else 'user'] += count
+  total = max(sum(counts.values()), 1)
+  return {f'trained/{role}': count / total for role, count in counts.items()}
 
 
 def _turns(

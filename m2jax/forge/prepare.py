@@ -235,13 +235,15 @@ def sft(
     settings = dataclasses.replace(settings, loop=more.loop, optimizer=more.optimizer)
     seed += 1  # another order
   every = settings.loop.keep_every_steps
+  tok = tokenizer.loads(files[policy.TOKENIZER_FILE])
+  roles = chats_lib.trained_by_role(groups, tok)
   with CheckpointManager(workdir / phase, keep=1, keep_every_steps=every) as manager:
     state = sft_lib.fit(
       settings,
       config.model,
       jax.tree.map(jnp.copy, variables),
       groups,
-      Run(phase, manager, metrics, files=files),
+      Run(phase, manager, metrics, files=files, scalars=roles),
       seed=seed,
       sharding=sharding,
     )

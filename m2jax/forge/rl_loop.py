@@ -70,6 +70,7 @@ class RlLoop:
     self._ledgers: dict[int, data_pool.Ledger] = {}  # of the checkpoints, by step
     self._pruned = 0  # completions whose token ids were dropped
     self._engine: Mapping[str, float] = {}  # statistics at the last record
+    self._save_s: float | None = None  # waited for the save since the last record
 
   def __enter__(self) -> RlLoop:
     return self
@@ -266,8 +267,9 @@ class RlLoop:
     host['dev'] = self._dev.values
     host['samples'] = self._samples.state
     host |= policy.host(self._config.model)
+    started_s = time.monotonic()
     self._manager.save(step, self._learner.state, host, self._files)
-    self._saved = step
+    self._saved, self._save_s = step, time.monotonic() - started_s
     self._ledgers[step] = ledger
     self._prune()
 
@@ -339,6 +341,7 @@ class RlLoop:
         'engine/tokens_per_s': engine['tokens_per_s'],
         'engine/queue_length': engine['queue_length'],
         'engine/active_slots': engine['active_slots'],
+        'engine/version': engine.get('policy_version'),
         'engine/update_pause_s': engine.get('update_pause_s', 0.0),
         **{f'weights/{name}': engine[name] for name in _PUBLISHED if name in engine},
         **{f'engine/acceptance/{i}': share for i, share in accepted.items()},
@@ -346,6 +349,9 @@ class RlLoop:
         'gateway/overrides': overrides,
         **self._samples.pop(state.head),
         'memory/rss_bytes': metrics_lib.rss_bytes(),
+        'disk/free_bytes': self._metrics.free_bytes(),
+        'checkpoint/save_s': self._save_s,
         'progress': min(share, 1.0),
       },
     )
+    self._save_s = None

@@ -28,6 +28,7 @@ import operator
 import os
 import pathlib
 import queue
+import shutil
 import threading
 import time
 import warnings
@@ -124,6 +125,13 @@ class MetricsWriter:
           if (phase, key) not in self._checked:
             self._check(phase, key)
     self._append(record)
+
+  def free_bytes(self) -> int | None:
+    """Free space of the workdir's file system; None where that is unknown."""
+    try:
+      return shutil.disk_usage(self._path.parent).free
+    except OSError:
+      return None
 
   def supersede(self, phase: str, after_step: int) -> None:
     """Voids the phase's records so far with step > after_step.

@@ -123,6 +123,36 @@ _TRAINING = (
     'load of the busiest expert over the mean load − 1, mean over layers',
   ),
   Metric(
+    'router_bias_rms',
+    _TRAIN,
+    '1',
+    'root mean square of the router bias over layers and experts',
+  ),
+  *(
+    Metric(f'trained/{role}', _SFT, 'share', f'share of the trained tokens that {of}')
+    for role, of in (
+      ('assistant', 'the assistant wrote'),
+      ('tool', 'are of tool results'),
+      ('user', 'are of user messages'),
+      ('system', 'are of system prompts'),
+    )
+  ),
+  Metric('trained/assistant', ('rl',), 'share', 'sampled share of the trained tokens'),
+  Metric('trained/prompt', ('rl',), 'share', 'share of them that is of prompts'),
+  Metric(
+    'checkpoint/save_s',
+    _TRAIN,
+    's',
+    'time that training waited for saves since the previous record',
+    when='it saved',
+  ),
+  Metric(
+    'disk/free_bytes',
+    _TRAIN,
+    'bytes',
+    "free space of the workdir's file system",
+  ),
+  Metric(
     'activation_max',
     _TRAIN,
     '1',
@@ -394,6 +424,12 @@ _FLOW = (
     'engine/queue_length', _RL, 'requests', 'requests waiting', ('view', 'report')
   ),
   Metric('engine/active_slots', _RL, 'slots', 'slots in use', ('view', 'report')),
+  Metric(
+    'engine/version',
+    _RL,
+    'version',
+    'version of the weights that the engine samples with',
+  ),
   Metric(
     'engine/update_pause_s', _RL, 's', 'pause of decoding at the last change of weights'
   ),

@@ -233,7 +233,8 @@ class Learner:
       buckets=self._config.buckets,
     )
     if groups_samples:
-      metrics |= _counts(list(itertools.chain.from_iterable(groups_samples)), batch)
+      trained = list(itertools.chain.from_iterable(groups_samples))
+      metrics |= _counts(trained, batch) | _trained(trained, credits_)
     return Packed(batch, metrics, batch.num_tokens, time.monotonic() - started_s)
 
   def parts(self, packed: Packed) -> list[Packed]:
@@ -307,6 +308,25 @@ def _counts(
   if any(s.experts is not None for s in batch_samples):
     counts['replay/disagreement'] = forest.disagreement(batch_samples).rate
   return counts
+
+
+def _trained(
+  batch_samples: Sequence[forest.Sample], credits_: Sequence[rewards.GroupCredit]
+) -> dict[str, float]:
+  """Shares of the trained tokens that were sampled, and that are of prompts: by the
+  recorded lengths of the prompts, so that a wrong loss mask shows."""
+  kept = (credit for g in credits_ if not g.dropped for credit in g.credits)
+  recorded = itertools.chain.from_iterable(credit.completions for credit in kept)
+  total = prompts = 0
+  for sample, completion in zip(batch_samples, recorded, strict=True):
+    live = np.ones(len(sample.tokens) - sample.prompt_length, bool)
+    if sample.weights is not None:
+      live = np.asarray(sample.weights) != 0
+    total += int(live.sum())
+    room = max(0, len(completion.prompt_ids) - sample.prompt_length)
+    prompts += int(live[:room].sum())
+  share = prompts / max(total, 1)
+  return {'trained/assistant': 1 - share, 'trained/prompt': share}
 
 
 def _shuffle_rewards(group: rewards.Group) -> rewards.Group:

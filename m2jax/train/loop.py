@@ -6,6 +6,7 @@ data position and the time used, so a killed run continues with exactly the next
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -79,6 +80,7 @@ class Run:
     metrics: writer of its records.
     host: JSON-able values for every checkpoint, such as the config.
     files: files for every checkpoint, such as the tokenizer.
+    scalars: values that every record has, such as statistics of the data.
   """
 
   phase: str
@@ -86,6 +88,7 @@ class Run:
   metrics: MetricsWriter
   host: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+  scalars: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def with_host(self, **values: Any) -> Run:
     """The same run with more values for every checkpoint."""
@@ -132,7 +135,8 @@ def fit(
     # The record first: a restart from this checkpoint does not repeat its step.
     records.finish()
     host = {'data': batches.state(), 'used_s': used_s, **run.host}
-    run.manager.save(done, state, host, run.files)
+    with records.saving():
+      run.manager.save(done, state, host, run.files)
     saved = done
 
   progress.report('compiling the train step')
@@ -231,6 +235,14 @@ class _Records:
     self._skipped = 0.0  # steps since the last record
     self._held: tuple[int, Any, dict[str, Any]] | None = None
     self._tokens, self._since = 0, time.monotonic()
+    self._save_s: float | None = None  # waited for saves since the last record
+
+  @contextlib.contextmanager
+  def saving(self) -> Iterator[None]:
+    """Measures a save, for the next record."""
+    started_s = time.monotonic()
+    yield
+    self._save_s = (self._save_s or 0.0) + time.monotonic() - started_s
 
   def stepped(self, tokens: int, scalars: Mapping[str, jax.Array]) -> None:
     """Writes the record of the step before, while one of `tokens` tokens runs."""
@@ -242,7 +254,10 @@ class _Records:
     """Holds a record of a step; its metrics stay on the device."""
     now = time.monotonic()
     rate = self._tokens / (now - self._since)
-    more |= {'tokens': self._tokens, 'tokens_per_s': rate}
+    more |= {'tokens': self._tokens, 'tokens_per_s': rate, **self._run.scalars}
+    more |= {'checkpoint/save_s': self._save_s}
+    more |= {'disk/free_bytes': self._run.metrics.free_bytes()}
+    self._save_s = None
     self._held = step, scalars, more
     self._tokens, self._since = 0, now
 

@@ -373,8 +373,9 @@ def make_step(
   """`step(state, batch) -> (state, metrics)`; the state is donated.
 
   Metrics are scalars: those of `loss_and_metrics`, `grad_norm`, `max_violation` (router
-  balance, mean over layers), the optimizer's, and `skipped`: 1 where loss or gradient
-  is not finite. Such a step changes only counters, and the route of `gnmr`.
+  balance, mean over layers), `router_bias_rms`, the optimizer's, and `skipped`: 1 where
+  loss or gradient is not finite. Such a step changes only counters, and the route of
+  `gnmr`.
 
   Args:
     cfg: the model.
@@ -459,6 +460,7 @@ def programs(
       grad_norm=grad_norm,
       skipped=1.0 - finite,
       max_violation=jnp.mean(router.max_violation(loads['layers'])),
+      router_bias_rms=jnp.sqrt(jnp.mean(biases['layers'] ** 2)),
       **optimizer_lib.measure(updates, opt_state),
     )
     variables = {'params': optax.apply_updates(params, updates), 'router': biases}

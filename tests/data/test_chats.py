@@ -112,6 +112,19 @@ def test_encode_trains_the_assistant(tok):
   assert trained == 'count\n</think>\n\nthree[e~['
 
 
+def test_trained_tokens_by_role(tok):
+  """All are the assistant's; a mask that is too wide shows by the roles it trains."""
+  call = {'function': {'name': 'sh', 'arguments': '{}'}}
+  asks = {'role': 'assistant', 'content': '', 'tool_calls': [call]}
+  messages = [USER, asks, {'role': 'tool', 'content': '4'}, ANSWER]
+  groups = chats.encode([chats.Chat('a', messages, [TOOL])], tok, 10_000)
+  shares = chats.trained_by_role(groups, tok)
+  assert shares.pop('trained/assistant') == 1 and not any(shares.values())
+  ids = groups[0][0].tokens
+  wide = chats.trained_by_role([[forest.Sample(ids, 1)]], tok)
+  assert all(wide.values()) and sum(wide.values()) == pytest.approx(1)
+
+
 def test_encode_leaves_out_what_is_too_long(tok, caplog):
   """A long chat is left out with a warning; if all are, that is an error."""
   short = chats.Chat('short', [USER, ANSWER])

@@ -78,9 +78,15 @@ def rl(shape: str, seed: int, n: int) -> list[dict]:
       'pool/reissued': 0,
       'gateway/forks': forks,
       'progress': 0.9 * (i + 1) / n,
+      'trained/prompt': 0.0,
+      'router_bias_rms': 0.1 + 0.001 * (i % 7) + 1e-5 * rng.random(),
+      'engine/version': i - i % 2,
+      'disk/free_bytes': 5e10 - 1e6 * i,
       'generated_length/64': rng.randrange(20, 60),
       'generated_length/128': rng.randrange(20, 60),
     }
+    if i % 8 == 0:
+      row['checkpoint/save_s'] = 0.5 + rng.random()
     out.append(record('rl', i + 1, time_s, row))
   return out
 
@@ -100,6 +106,8 @@ def sft(shape: str, seed: int, n: int) -> list[dict]:
       'max_violation': (0.3 + 2.3 * math.exp(-i / 30)) * flat[1][i],
       'tokens_per_s': 400 * flat[2][i],
       'skipped': 0.0,
+      'trained/tool': 0.0,
+      'router_bias_rms': 0.01 * i + 1e-5 * rng.random(),
       'progress': 0.9 * (i + 1) / n,
     }
     out.append(record('sft', 5 * (i + 1), time_s, row))

@@ -13,7 +13,12 @@ from m2jax.evolve.doctor import flow, history, pool, robust
 from m2jax.forge.config import ForgeConfig
 from tests.evolve import runs
 
-CONFIG = {'rl': {'capacity': 16, 'window': 'default', 'groups_per_step': 8}}
+CONFIG = {
+  'rl': {
+    **{'capacity': 16, 'window': 'default', 'groups_per_step': 8},
+    'learner': {'step': {'bias_update_rate': 1e-3}},
+  }
+}
 EXACT = CONFIG | {
   'model': {'dtype': 'float32', 'matmuls': {'kind': 'plain'}},
   'engine': {'cache_dtype': None, 'weights_dtype': None},
@@ -92,6 +97,11 @@ def _saturated(success):
   return fault
 
 
+def _slow_saves(row, i, rows):
+  if i % 4 == 0:
+    row['checkpoint/save_s'] = 15.0
+
+
 # (fault, records, kind) of each; where a fault is in all records, START is 0.
 FAULTS = {
   'nan': (_set('loss', None), runs.rl, 'not_finite'),
@@ -120,6 +130,12 @@ FAULTS = {
   'workers': (_lost('pool/reissued', 8), runs.rl, 'dead_worker'),
   'stragglers': (_blocked, runs.rl, 'window_blocked'),
   'forks': (_lost('gateway/forks', 900), runs.rl, 'forks'),
+  'mask': (_set('trained/tool', 0.2), runs.sft, 'loss_mask'),
+  'mask_rl': (_set('trained/prompt', 0.01), runs.rl, 'loss_mask'),
+  'bias': (_set('router_bias_rms', 0.2), runs.rl, 'router_bias_frozen'),
+  'version': (_set('engine/version', START), runs.rl, 'weights_not_published'),
+  'saves': (_slow_saves, runs.rl, 'slow_storage'),
+  'disk': (_set('disk/free_bytes', 5e8), runs.rl, 'low_disk'),
 }
 
 
@@ -288,3 +304,26 @@ def test_counters_of_a_process_begin_anew(diagnose):
   for i, row in enumerate(records):
     row['pool/reissued'] = 500 if i < START else 0
   assert not diagnose(records)
+
+
+def test_a_bias_that_may_stand_still(diagnose):
+  """Its rate is 0, or pre-training has ended its updates."""
+  records = runs.rl('white', 0, N)
+  for row in records:
+    row['router_bias_rms'] = 0.3
+  frozen = {'rl': {'learner': {'step': {'bias_update_rate': 0.0}}}}
+  assert not diagnose(records, frozen)
+  assert 'router_bias_frozen' in diagnose(records)
+  trained = runs.sft('white', 0, N)
+  for row in trained:
+    row |= {'phase': 'pretrain', 'router_bias_rms': 0.3}
+  assert not diagnose(trained, {'step': {'bias_update_rate': 1e-3}})
+
+
+def test_an_engine_that_reports_late(diagnose):
+  """Once a second, while updates take a tenth of one."""
+  records = runs.rl('white', 0, N)
+  for i, row in enumerate(records):
+    row['time_s'] = 1.7e9 + 0.1 * i
+    row['engine/version'] = i // 14 * 14
+  assert 'weights_not_published' not in diagnose(records)

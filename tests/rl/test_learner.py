@@ -72,6 +72,18 @@ class Learner(learner.Learner):
     return super().update(credits_, passes)
 
 
+def test_a_wrong_loss_mask_shows():
+  """The share of trained tokens that no response has, whatever made the samples."""
+  pool = Pool([1.0, 0.0])
+  credit = rewards.advantages(pool.group(0), rewards.RewardConfig())
+  right = [forest.Sample((1, 2, 3, 7 + i, 9), 3) for i in range(2)]
+  assert learner._trained(right, [credit])['trained/prompt'] == 0
+  wide = [forest.Sample((1, 2, 3, 7, 9), 1), right[1]]
+  found = learner._trained(wide, [credit])
+  assert found['trained/prompt'] == pytest.approx(2 / 6)
+  assert sum(found.values()) == pytest.approx(1)
+
+
 @pytest.fixture(scope='module')
 def make():
   """Learners over one compiled step, from the same weights."""

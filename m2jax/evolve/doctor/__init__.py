@@ -53,7 +53,7 @@ def examine(
   now_s: float | None = None,
   cheap: bool = False,
 ) -> list[Finding]:
-  """The findings of a run, errors first, in the order of their windows.
+  """The findings of a run: effects of others last, errors first, in order of windows.
 
   Args:
     workdir: the run's directory.
@@ -86,7 +86,7 @@ def examine(
   explained = (causes.explained(x, config) for x in _merged(found))
   return sorted(
     (logs.with_lines(x, log) for x in explained),
-    key=lambda x: (x.severity != causes.ERROR, x.first_s or 0.0),
+    key=lambda x: (*causes.order(x), x.first_s or 0.0),
   )
 
 
@@ -116,6 +116,9 @@ def of_history(
     yield from training.gradient(phase)
     yield from training.entropy(phase)
     yield from training.experts(phase)
+    yield from training.router_bias(phase, config)
+    yield from training.loss_mask(phase)
+    yield from flow.saves(phase)
     yield from flow.throughput(phase)
   if (rl := records.phases.get('rl')) is not None:
     yield from policy.ratio(rl)

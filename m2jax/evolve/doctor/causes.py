@@ -34,11 +34,13 @@ class Kind:
     severity: 'error': the run learns nothing useful; 'warning': less than it could.
     causes: (text, field) of each; a field of '' is code, data or the machine.
     log: pattern of the log lines that belong to it; '' for none.
+    effect: it mostly follows from another finding, after which it is listed.
   """
 
   severity: str
   causes: tuple[tuple[str, str], ...]
   log: str = ''
+  effect: bool = False
 
 
 _RATE = 'the learning rate is too high', '{optimizer}.{rule}.learning_rate'
@@ -76,7 +78,11 @@ KINDS: Mapping[str, Kind] = {
     WARNING, (('the router bias follows too slowly', '{step}.bias_update_rate'), _RATE)
   ),
   'router_bias_frozen': Kind(
-    WARNING, (('the router bias is not updated', '{step}.bias_update_rate'),)
+    WARNING,
+    (
+      ('the router bias is not updated', '{step}.bias_update_rate'),
+      ('its update is missing, in code', ''),
+    ),
   ),
   'ratio_drift': Kind(
     WARNING,
@@ -116,13 +122,16 @@ KINDS: Mapping[str, Kind] = {
       ('an error in the verifier or the parser', ''),
     ),
     r'(?i)verif|pars(?:e|ing)',
+    effect=True,
   ),
+  'loss_mask': Kind(ERROR, (('the loss mask trains context, in code', ''),)),
   'zero_advantage': Kind(
     WARNING,
     (
       ('groups are too small to differ', 'rl.group_size'),
       ('the curriculum samples tasks that are solved or hopeless', 'rl.curriculum'),
     ),
+    effect=True,
   ),
   'success_falls': Kind(
     ERROR,
@@ -131,6 +140,7 @@ KINDS: Mapping[str, Kind] = {
       ('the sign of the reward, in code', ''),
       _RATE,
     ),
+    effect=True,
   ),
   'reward_sign': Kind(
     ERROR,
@@ -147,6 +157,7 @@ KINDS: Mapping[str, Kind] = {
       ('the normaliser favours long answers', 'rl.learner.estimator.normaliser'),
       ('the limit of a response is high', 'episodes.agent.max_tokens'),
     ),
+    effect=True,
   ),
   'weights_not_published': Kind(
     ERROR,
@@ -160,7 +171,9 @@ KINDS: Mapping[str, Kind] = {
       ('the window lets old items wait', 'rl.window'),
     ),
   ),
-  'throughput_drop': Kind(WARNING, (_MACHINE, _AGENTS), r'(?i)slow|evict|memory|lost'),
+  'throughput_drop': Kind(
+    WARNING, (_MACHINE, _AGENTS), r'(?i)slow|evict|memory|lost', effect=True
+  ),
   'stuck': Kind(
     ERROR,
     (
@@ -214,6 +227,14 @@ KINDS: Mapping[str, Kind] = {
     ),
     r'(?i)sav|checkpoint|no space',
   ),
+  'low_disk': Kind(
+    WARNING,
+    (
+      ('the disk is nearly full', ''),
+      ('too many checkpoints are kept', 'rl.keep_every_steps'),
+    ),
+    r'(?i)no space|sav',
+  ),
   'forks': Kind(
     WARNING,
     (
@@ -247,9 +268,17 @@ KINDS: Mapping[str, Kind] = {
   ),
   'damaged_pool': Kind(ERROR, (('the database was changed, or a disk fails', ''),)),
   'logged_errors': Kind(
-    WARNING, (('see the lines', ''),), r'^[EF]\d{4} |^Traceback|\b(?:ERROR|FATAL)\b'
+    WARNING,
+    (('see the lines', ''),),
+    r'^[EF]\d{4} |^Traceback|\b(?:ERROR|FATAL)\b',
+    effect=True,
   ),
 }
+
+
+def order(found: Finding) -> tuple[bool, bool]:
+  """Sort key: what follows from others last, errors first."""
+  return KINDS[found.kind].effect, found.severity != ERROR
 
 
 def explained(found: Finding, config: Mapping[str, Any]) -> Finding:

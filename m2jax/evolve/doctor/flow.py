@@ -31,6 +31,9 @@ WAITING = 0.8  # share of a step: the learner trains in the rest
 BLOCKED = 0.6  # share of the queue that is completed and may not be taken
 SAVING = 0.5  # share of the time between records that no step explains
 SAVING_LEAST_S = 30.0
+SAVES = 3  # whose share of the time is judged
+SAVE_SHARE, SAVE_LEAST_S = 0.3, 5.0  # of the time between them
+LOW_DISK_BYTES = 1 << 30  # a log, a database's journal and a checkpoint need room
 FORKS_FACTOR, FORKS_LEAST = 3.0, 0.3  # × the baseline's 0.9 quantile, per trajectory
 _RATES = ('tokens_per_s', 'rollouts_per_s', 'engine/tokens_per_s')
 
@@ -56,6 +59,8 @@ def throughput(phase: Phase) -> Iterator[Finding]:
   """A rate that falls to another level."""
   for name in _RATES:
     at, x = phase.finite(name)
+    if name == 'tokens_per_s':  # an update without advantage has no tokens to train
+      at, x = at[x > 0], x[x > 0]
     parts = robust.shifts(x, before=BEFORE, after=RECENT, factor=SLOWER, down=True)
     for first, last, bound in parts[:1]:
       yield windows.of_series(
@@ -253,6 +258,37 @@ def storage(history: History) -> Iterator[Finding]:
       phase,
       *('seconds outside of steps', at, shown, (int(long[0]), int(long[-1]))),
       *(None, f'more than {SAVING:.0%} and {SAVING_LEAST_S:g} s, without evaluations'),
+    )
+
+
+def saves(phase: Phase) -> Iterator[Finding]:
+  """Training that waits for its checkpoints; a disk that is nearly full."""
+  at, x = phase.finite('checkpoint/save_s')
+  times, slow = phase.time_s[at], []
+  for i in range(SAVES, len(x)):
+    took_s, elapsed_s = x[i - SAVES + 1 : i + 1].sum(), times[i] - times[i - SAVES]
+    if took_s > max(SAVE_SHARE * elapsed_s, SAVE_LEAST_S):
+      slow.append(i)
+  if slow:
+    first = slow[0] - SAVES + 1  # of these the first long one
+    first += int(np.argmax(x[first : slow[0] + 1] > SAVE_LEAST_S / SAVES))
+    part = first, slow[-1]
+    yield windows.of_series(
+      'slow_storage',
+      f'a save takes {np.median(x[part[0] : part[1] + 1]):.3g} s of training',
+      phase,
+      *('checkpoint/save_s', at, x, part, SAVE_LEAST_S / SAVES),
+      f'{SAVES} saves take more than {SAVE_SHARE:.0%} of the time between them',
+    )
+  at, x = phase.finite('disk/free_bytes')
+  low = np.flatnonzero(x < LOW_DISK_BYTES)
+  if len(low):
+    yield windows.of_series(
+      'low_disk',
+      f'{x[low].min() / 2**20:,.0f} MiB are free where the run writes',
+      phase,
+      *('disk/free_bytes', at, x, (int(low[0]), int(low[-1])), LOW_DISK_BYTES),
+      'checkpoints, journals and logs need room',
     )
 
 

@@ -49,6 +49,8 @@ WANTED = tuple(
       *('policy/lag_mean', 'input_tokens', 'replay/disagreement', 'rollouts_per_s'),
       *('wait_s', 'step_s', 'pool/pending', 'pool/completed', 'pool/taken'),
       *('pool/failed', 'pool/reissued', 'engine/tokens_per_s', 'gateway/forks'),
+      *('trained/tool', 'trained/user', 'trained/system', 'trained/prompt'),
+      *('router_bias_rms', 'engine/version', 'checkpoint/save_s', 'disk/free_bytes'),
     ),
   )
 )

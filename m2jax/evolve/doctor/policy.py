@@ -28,14 +28,15 @@ WITHOUT_ADVANTAGE = 0.8  # share of groups: an update learns from a fifth
 SATURATED_RECORDS = 12
 LONGER = 3.0  # × the first length, without more success
 BETTER = 0.05  # gain of success that justifies longer answers
-SUCCESS_TREND = -0.7  # Kendall's τ of eighths of the run
+SUCCESS_TREND = -0.7  # rank correlation of eighths of the run
 SUCCESS_RECORDS = 32
 SUCCESS_LOST = 0.15  # and at least 0.35 of the first level
 SUCCESS_LOST_SHARE = 0.35
 AGAINST = -0.6  # correlation of reward and success; rewards are paid for success
 LAG_FACTOR, LAG_LEAST = 3.0, 4.0  # × the baseline's 0.9 quantile, versions
-PUBLISHED_RECORDS = 12  # lag that grows by one a step for at least this long
+PUBLISHED_RECORDS = 12  # of one version, or of a lag that grows by one a step
 PUBLISHED_UNKNOWN = 32  # the same if the capacity of the queue is unknown
+UNPUBLISHED_S = 5.0  # an engine in another process reports its version once a second
 QUEUES = 2.0  # × the versions that pass while a full queue is taken
 
 
@@ -52,15 +53,20 @@ def ratio(phase: Phase) -> Iterator[Finding]:
         *('ratio', at, x, part, abs(bound), 'the expectation of the ratio is 1'),
       )
   at, x = phase.finite('abs_log_ratio')
-  for first, last, bound in robust.shifts(
+  moved = robust.shifts(
     x, before=BEFORE, after=AFTER, factor=LOG_RATIO_FACTOR, floor=LOG_RATIO_LEAST
-  )[:1]:
+  )
+  why = f'{LOG_RATIO_FACTOR:g} × the 0.9 quantile of the {BEFORE} records before'
+  if not moved:
+    why = f'the median of {RECENT} records: no few updates should move a policy so far'
+    parts = robust.sustained(x, RECENT, LOG_RATIO_LEAST)
+    moved = [(*part, LOG_RATIO_LEAST) for part in parts]
+  for first, last, bound in moved[:1]:
     yield windows.of_series(
       'ratio_drift',
       f'|log π/π_old| rises to {np.median(x[first : last + 1]):.3g} nats per token',
       phase,
-      *('abs_log_ratio', at, x, (first, last), bound),
-      f'{LOG_RATIO_FACTOR:g} × the 0.9 quantile of the {BEFORE} records before',
+      *('abs_log_ratio', at, x, (first, last), bound, why),
     )
   at, x = phase.finite('clip_fraction')
   parts = [(*part, CLIPPED) for part in robust.sustained(x, RECENT, CLIPPED)[:1]]
@@ -197,12 +203,33 @@ def length(phase: Phase) -> Iterator[Finding]:
     )
 
 
+def _unpublished(phase: Phase) -> Finding | None:
+  """An engine that samples with one version while the learner publishes others."""
+  at, x = phase.finite('engine/version')
+  for first, last in robust.runs(np.flatnonzero(np.diff(x) == 0), gap=1):
+    part = first, last + 1
+    seconds = phase.time_s[at[last + 1]] - phase.time_s[at[first]]
+    if last + 1 - first >= PUBLISHED_RECORDS and seconds >= UNPUBLISHED_S:
+      return windows.of_series(
+        'weights_not_published',
+        f'the engine samples with version {x[first]:.0f} for {last + 1 - first:,} '
+        'updates',
+        phase,
+        *('engine/version', at, x, part, None),
+        f'it follows the updates; {PUBLISHED_RECORDS} of them and {UNPUBLISHED_S:g} s',
+      )
+  return None
+
+
 def staleness(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
   """Weights that are not published, or samples that are older than the queue explains.
 
   Between submission and taking of an item at most N + W − 2 others are taken
   (docs/design.md §6), `groups_per_step` or more by each update.
   """
+  if (found := _unpublished(phase)) is not None:
+    yield found
+    return
   at, x = phase.finite('policy/lag_mean')
   queue = settings.queue_versions(config)
   least = max(PUBLISHED_RECORDS, QUEUES * queue) if queue else PUBLISHED_UNKNOWN

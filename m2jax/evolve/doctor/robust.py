@@ -137,7 +137,9 @@ def sustained(x: np.ndarray, window: int, bound: float) -> list[tuple[int, int]]
 
 
 def trend(x: np.ndarray, blocks: int = 8) -> float:
-  """Kendall's τ of the medians of `blocks` equal parts: −1 falls, 1 rises."""
+  """Goodman and Kruskal's γ of the medians of `blocks` equal parts and their order:
+  −1 falls, 1 rises. Ties do not count: what has fallen to 0 stays there."""
   parts = np.array([np.median(part) for part in np.array_split(x, blocks)])
   signs = np.sign(parts[None, :] - parts[:, None])
-  return float(np.triu(signs, 1).sum() / (blocks * (blocks - 1) / 2))
+  pairs = np.triu(signs, 1)
+  return float(pairs.sum() / max(np.abs(pairs).sum(), 1))

@@ -142,7 +142,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
 def propose(
   findings: Iterable[Finding], config: Mapping[str, Any], build: Build
 ) -> Proposal | None:
-  """The change for the first finding that has a valid one; errors come first.
+  """The change for the first finding that has a valid one, in the order of `examine`.
 
   Args:
     findings: as `doctor.examine` returns them.
@@ -150,7 +150,7 @@ def propose(
     build: builds the job's config of nested dicts, and raises ValueError if it is not
       valid.
   """
-  ordered = sorted(findings, key=lambda f: f.severity != causes.ERROR)
+  ordered = sorted(findings, key=causes.order)
   for found in ordered:
     for rule in RULES.get(found.kind, ()):
       field = causes.field_of(rule.field, found.phase, config)

@@ -6,11 +6,12 @@ past; a phase with fewer records than a comparison needs gives no finding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from m2jax.evolve.doctor import robust, windows
+from m2jax.evolve.doctor import causes, robust, settings, windows
 from m2jax.evolve.doctor.finding import Evidence, Finding
 from m2jax.evolve.doctor.history import History, Phase
 
@@ -23,6 +24,7 @@ SPIKE_FLOOR = (
   0.04  # of the median: a converged loss hardly varies, and 1.5 × it matters
 )
 GRADIENT_FACTOR = 4.0  # above the baseline's 0.9 quantile: gradient noise is log-normal
+LEAST_NATS = 0.1  # above its level: a loss near 0 has spikes that mean nothing
 DIVERGED = 1.5  # × the best level: noise and schedules change a loss by a few per cent
 COLLAPSED = 0.12  # × the first entropy: learning sharpens a policy to a third or so
 EXPLODED = 3.0  # × the first entropy, and more than EXPLODED_NATS above it
@@ -33,6 +35,7 @@ IMBALANCE_FACTOR = 3.0  # × the best level of the phase
 IMBALANCE = 1.0  # at least: the busiest expert has twice the mean load
 STUCK_IMBALANCE = 1.5  # a load that bias updates should have levelled
 STUCK_RECORDS = 64  # in which 1e-3 a step moves a bias by many typical score gaps
+STILL_RECORDS = 24  # without a movement: each update moves a bias of uneven load
 SKIPPED = 3  # updates: fewer are an unlucky batch, which skipping is for
 _CRITICAL = ('loss', 'grad_norm', 'entropy', 'reward', 'success')
 
@@ -75,6 +78,8 @@ def loss(phase: Phase) -> Iterator[Finding]:
     x, before=BEFORE, z=SPIKE_Z, floor=SPIKE_FLOOR
   ):
     peak = x[first : last + 1].max()
+    if peak < np.median(x[first - BEFORE : first]) + LEAST_NATS:
+      continue
     yield windows.of_series(
       'loss_spike',
       f'the loss rises to {peak:.3g}, above {bound:.3g}',
@@ -87,7 +92,7 @@ def loss(phase: Phase) -> Iterator[Finding]:
   starts = robust.places(0, len(x) - RECENT)
   level = robust.moving_quantile(x, RECENT, 0.5, starts)
   best = np.minimum.accumulate(level)
-  over = (level > DIVERGED * best) & (level > best + 0.1)
+  over = (level > DIVERGED * best) & (level > best + LEAST_NATS)
   # Diverged: it has not come back by the last record.
   if over[-1]:
     back = np.flatnonzero(~over)
@@ -180,4 +185,43 @@ def experts(phase: Phase) -> Iterator[Finding]:
         phase,
         *('max_violation', at, x, (0, len(x) - 1), STUCK_IMBALANCE),
         'the last quarter is not below 0.8 × the first',
+      )
+
+
+def router_bias(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
+  """A router bias that does not move while its update rate is positive.
+
+  Pre-training stops the updates near its end by its own settings, and is not judged.
+  """
+  at, x = phase.finite('router_bias_rms')
+  field = causes.field_of('{step}.bias_update_rate', phase.name, config)
+  rate = settings.number(config, field) if field else None
+  if phase.name == 'pretrain' or not rate or len(x) <= STILL_RECORDS:
+    return
+  for first, last in robust.runs(np.flatnonzero(np.diff(x) == 0), gap=1):
+    if last + 1 - first >= STILL_RECORDS:
+      yield windows.of_series(
+        'router_bias_frozen',
+        f'the router bias is the same in {last + 2 - first:,} records, with an update '
+        f'rate of {rate:g}',
+        phase,
+        *('router_bias_rms', at, x, (first, last + 1), None),
+        f'every update moves it: {STILL_RECORDS} records',
+      )
+      return
+
+
+def loss_mask(phase: Phase) -> Iterator[Finding]:
+  """Trained tokens that the assistant did not write."""
+  for name in ('trained/tool', 'trained/user', 'trained/system', 'trained/prompt'):
+    at, x = phase.finite(name)
+    wrong = np.flatnonzero(x > 0)
+    if len(wrong):
+      part = int(wrong[0]), int(wrong[-1])
+      yield windows.of_series(
+        'loss_mask',
+        f'{x[wrong].max():.0%} of the trained tokens are no answer of the model '
+        f'({name})',
+        phase,
+        *(name, at, x, part, 0.0, 'the loss is on the assistant alone'),
       )
