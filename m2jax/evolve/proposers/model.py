@@ -100,7 +100,7 @@ class Model:
       return dataclasses.replace(
         read(self._recorded(view.round)), source='recorded answers'
       )
-    text, tokens = self._ask(messages(view, self._config.attempts))
+    text, tokens = self.ask(messages(view, self._config.attempts))
     source = f'{self._config.model} at {self._config.url}'
     return dataclasses.replace(read(text), tokens=tokens, source=source)
 
@@ -110,8 +110,8 @@ class Model:
       raise ProposerFailed('there are no more recorded answers')
     return str(json.loads(lines[number - 1]))
 
-  def _ask(self, asked: list[dict]) -> tuple[str, int]:
-    """Text and tokens of an answer. Raises ProposerFailed."""
+  def ask(self, asked: list[dict]) -> tuple[str, int]:
+    """Text and tokens of an answer to messages. Raises ProposerFailed."""
     config, failure = self._config, ''
     body = dict(
       model=config.model,
