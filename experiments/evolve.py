@@ -51,11 +51,11 @@ def main():
     name: scaffold.read(pathlib.Path(folder), bounds)
     for name, folder in config.others.items()
   }
-  open_workdir(config, workdir, fresh=common.FRESH.value)
   common.start(mesh)
   sharding = common.make_sharding(mesh)
   step = config.step if config.step >= 0 else None
   found = served.load(config.checkpoint, step, sharding, config.engine.weights_dtype)
+  open_workdir(config, workdir, fresh=common.FRESH.value)
   tokens = Tokens()
   with (
     served.engine(found, config.engine, sharding) as engine,

@@ -116,7 +116,13 @@ def test_a_server_that_is_down_is_a_failed_proposal(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'settings', [{}, {'url': 'file:///etc/passwd'}, {'url': 'http://x', 'recorded': 'y'}]
+  'settings',
+  [
+    {},
+    {'url': 'file:///etc/passwd'},
+    {'url': 'http://me:secret@x/v1'},
+    {'url': 'http://x', 'recorded': 'y'},
+  ],
 )
 def test_where_a_model_is(settings):
   with pytest.raises(InvalidSetting, match='url'):

@@ -78,8 +78,8 @@ class Config(proposers.ProposerConfig):
     require(
       self, bool(self.url) != bool(self.recorded), 'url', 'a URL, or recorded one'
     )
-    http = not self.url or re.match('https?://', self.url) is not None
-    require(self, http, 'url', 'http:// or https://')
+    http = not self.url or re.match('https?://[^/@]+(/|$)', self.url) is not None
+    require(self, http, 'url', 'http:// or https://, and without a password')
     require(self, self.max_tokens > 0, 'max_tokens', 'positive')
     require(self, self.timeout_s > 0, 'timeout_s', 'positive')
 
