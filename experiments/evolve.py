@@ -45,9 +45,9 @@ def main():
   config = common.build(config_lib.EvolveConfig, values)
   # Errors before anything is loaded.
   start(config), config.splits(), proposers.make(config.proposer)
-  open_workdir(config, workdir, fresh=common.FRESH.value)
   common.start(mesh)
   with evaluator(config, common.make_sharding(mesh)) as running:
+    open_workdir(config, workdir, fresh=common.FRESH.value)
     state = evolve(config, workdir, running)
   _report(state, workdir)
 

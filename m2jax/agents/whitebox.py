@@ -58,7 +58,8 @@ class WhiteboxConfig(AgentConfig):
       description; `{description}` is the task's.
     retry: when a completion is sampled again.
     loops: what counts as a loop, and the reaction.
-    rules: source of a rules.py (`agents.rules`); '': none.
+    rules: source of a rules.py (`agents.rules`); its actions replace those of `loops`.
+      '': none.
   """
 
   kind: str = 'whitebox'
@@ -126,7 +127,8 @@ class _Episode:
     main: the main thread.
     started_s: start on the monotonic clock.
     outcome: the result, filled in as the episode proceeds; its messages are those of
-      all threads, as they came, and no edit removes any.
+      all threads, as they came, and no edit removes any. Completions that were sampled
+      again are not among them.
     edits, delegations, completions, retries, reactions: so far.
   """
 
@@ -277,8 +279,8 @@ class Whitebox(Agent):
 
   async def _complete(self, thread: Thread, episode: _Episode, **fields: Any) -> dict:
     """Samples a completion and adds it to the thread; returns the response."""
-    if 'seed' in episode.body:  # else all turns would get the same random numbers
-      fields['seed'] = episode.body['seed'] + episode.completions
+    if (seed := episode.body.get('seed')) is not None:
+      fields['seed'] = seed + episode.completions  # not the same numbers each turn
     episode.completions += 1
     reply = await episode.post(episode.body | thread.fields() | fields)
     choice = reply['choices'][0]
@@ -415,7 +417,7 @@ class Whitebox(Agent):
     except BadCall as error:
       outcome.tool_errors += 1
       return f'error: {error}'
-    except InfrastructureFailure:
+    except (InfrastructureFailure, RulesFailed):
       raise
     except Exception as error:
       raise InfrastructureFailure(f'tool {name}: {error!r}') from error

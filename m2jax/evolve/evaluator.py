@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from absl import logging
+
 from m2jax.agents import episodes
 from m2jax.evolve.scaffold import Scaffold
-from m2jax.observe import progress
+from m2jax.observe import printable, progress
 from m2jax.records import Completion, Trajectory
 
 _TEXT_CHARACTERS = 3000  # of a trajectory that a proposer is shown
+INVALID = 'invalid'  # the end of an attempt that the scaffold's settings prevent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Result:
 
   Attributes:
     score: the verdict in [0, 1]; None after an infrastructure failure.
-    end_reason: how it ended (`agents.Outcome`).
+    end_reason: how it ended (`agents.Outcome`), or `INVALID`.
     tokens: tokens of all prompts and responses.
     text: its trajectory for the proposer, cut.
   """
@@ -95,8 +98,10 @@ class InProcess:
     options = dict(prefix='evolve', mode='evaluation', sampling={'seed': seed})
     return runner.group(spec, 1, **options)
 
-  def _wait(self, future: concurrent.futures.Future, ends_s: float):
-    """The trajectory, or None if it is late."""
+  def _wait(
+    self, future: concurrent.futures.Future, ends_s: float
+  ) -> Trajectory | Result | None:
+    """The trajectory, None if it is late, or the result of an invalid scaffold."""
     self._check()
     while not future.done() and (left_s := ends_s - time.monotonic()) > 0:
       concurrent.futures.wait([future], timeout=min(1.0, left_s))
@@ -104,9 +109,17 @@ class InProcess:
     if not future.done():
       future.cancel()
       return None
-    return future.result()[0]
+    try:
+      return future.result()[0]
+    except ExceptionGroup as errors:  # such as two tools that are renamed to one
+      if not isinstance(error := errors.exceptions[0], ValueError):
+        raise
+      logging.warning('the scaffold cannot run: %s', printable.one_line(error, 200))
+      return Result(0.0, INVALID)
 
-  def _result(self, ended: Trajectory | None) -> Result:
+  def _result(self, ended: Trajectory | Result | None) -> Result:
+    if isinstance(ended, Result):
+      return ended
     if ended is None or ended.end_reason == 'infrastructure':
       return Result(None, 'infrastructure')
     return Result(

@@ -131,7 +131,8 @@ def log_mixture(wealth: np.ndarray) -> np.ndarray:
 
 def sign_evidence(wins: np.ndarray, losses: np.ndarray) -> np.ndarray:
   """−log P(Binomial(wins + losses, 1/2) >= wins), elementwise."""
-  return -np.log(np.maximum(special.bdtrc(wins - 1, wins + losses, 0.5), 1e-300))
+  p = special.bdtrc(wins - 1, wins + losses, 0.5)
+  return np.abs(np.log(np.maximum(p, 1e-300)))
 
 
 def needed(config: GateConfig, level: float | np.ndarray, look: int) -> Any:

@@ -16,11 +16,13 @@ from m2jax.checks import require
 from m2jax.evolve import archive, budget, gate, proposers, scaffold
 from m2jax.evolve.archive import ArchiveConfig, Stone
 from m2jax.evolve.budget import BudgetConfig, Cost
+from m2jax.evolve.evaluator import INVALID
 from m2jax.evolve.gate import GateConfig
 from m2jax.evolve.record import Line
 from m2jax.evolve.scaffold import Scaffold
 
 REJECT = 'reject'
+_BAD_ENDS = 'rules', INVALID, 'infrastructure'  # of attempts in the smoke phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +246,7 @@ class Lineage:
     if checked and checked['problems']:
       return _rejected('checked', '; '.join(checked['problems']))
     if smoke := self.current.get('smoke'):
-      if bad := [end for end in smoke['ends'] if end in ('rules', 'infrastructure')]:
+      if bad := [end for end in smoke['ends'] if end in _BAD_ENDS]:
         return _rejected('smoke', f'{len(bad)} attempts ended with {bad[0]!r}')
     if not self.looks:
       return None

@@ -12,8 +12,8 @@ round is the node of that number, the scaffold of the start is node 0.
              `failures`, `cost`
   proposal   `parent` (node), `changes` {field: value}, `files`, `digest`, `diff`
              (unified, against the parent), `note` (one line), `memory` and `criticism`
-             (markdown, the proposer's), `error` ('' or why there is no proposal),
-             `cost`
+             (markdown, the proposer's), `source` (a model, or 'recorded answers'),
+             `error` ('' or why there is no proposal), `cost`
   checked    `problems` [one line each]: bounds, code, duplicates, cycles; `readded`
              (share of added lines that were deleted before)
   smoke      `ends` [end_reason, …], `cost`

@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 import os
 import pathlib
 import reprlib
@@ -46,11 +45,7 @@ class Number:
     if value is None and self.optional:
       return ''
     kinds = (int,) if self.whole else (int, float)
-    if (
-      isinstance(value, bool)
-      or not isinstance(value, kinds)
-      or not math.isfinite(value)
-    ):
+    if isinstance(value, bool) or not isinstance(value, kinds):
       return 'must be a whole number' if self.whole else 'must be a number'
     if not self.low <= value <= self.high:
       return f'must be in [{self.low:g}, {self.high:g}]'

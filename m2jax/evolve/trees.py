@@ -38,8 +38,9 @@ class Trees:
     """Opens or creates the repository, without worktrees that a kill left."""
     self._repository = workdir.absolute() / 'scaffolds.git'
     self._rounds = workdir.absolute() / 'rounds'
-    shutil.rmtree(self._rounds, ignore_errors=True)
-    if not (self._repository / 'HEAD').exists():
+    if (self._repository / 'HEAD').exists():
+      shutil.rmtree(self._rounds, ignore_errors=True)
+    else:
       self._repository.mkdir(parents=True, exist_ok=True)
       self._git('init', '-q', '--bare', '-b', 'main', '.')
     for lock in self._repository.rglob('*.lock'):  # of a git that was killed

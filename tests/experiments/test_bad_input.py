@@ -5,7 +5,7 @@ import pytest
 from tests import processes
 from tests.experiments import conftest
 
-CONFIGS = ('evaluate', 'forge', 'pretrain', 'serve', 'sft')
+CONFIGS = ('evaluate', 'evolve', 'forge', 'pretrain', 'serve', 'sft')
 # name: job, flags ({tmp} is a directory), what the message must say
 CASES = {
   'unknown field': ('pretrain', ['--workdir={tmp}/w', '--config.nosuch=1'], 'nosuch'),
@@ -56,6 +56,12 @@ CASES = {
     'without --workdir: nobody would have a key',
   ),
   'empty workdir': ('evaluate', ['--workdir={tmp}'], '{tmp}'),
+  'no policy to evolve': (
+    'evolve',
+    ['--workdir={tmp}/w', '--config.checkpoint={tmp}/gone'],
+    '{tmp}/gone',
+  ),
+  'no record to replay': ('evolve', ['--workdir={tmp}/w', '--replay'], 'no record'),
   'missing source': (
     'sft',
     [

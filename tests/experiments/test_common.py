@@ -12,6 +12,7 @@ import pytest
 
 from configs import (
   evaluate,
+  evolve,
   expand_mtp,
   forge,
   pretrain,
@@ -22,6 +23,7 @@ from configs import (
 from experiments import common, fields, served
 from m2jax import config as model_config
 from m2jax import sharding
+from m2jax.evolve.config import EvolveConfig
 from m2jax.forge.config import ForgeConfig, RecordedConfig, RolloutConfig
 from m2jax.gateway.config import GatewayConfig
 from m2jax.optim import optimizer
@@ -50,6 +52,7 @@ COMPLETE = {
   'forge': (forge.get_config(), ForgeConfig, ('more_sft',)),
   'forge:more_sft': (forge.get_config('more_sft'), ForgeConfig, ('rl',)),
   'evaluate': (evaluate.get_config(), RolloutConfig, ('model',)),
+  'evolve': (evolve.get_config(), EvolveConfig, ()),
   'sft': (sft.get_config().sft, SftConfig, ()),
   'pretrain': (pretrain.get_config().pretrain, PretrainConfig, ()),
   'pretrain_m2': (pretrain_m2.get_config().pretrain, PretrainConfig, ()),

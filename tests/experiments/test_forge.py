@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import common
-from m2jax.evolve import doctor
+from m2jax.evolve import doctor, scaffold
 from m2jax.observe import metrics, names, plots
 from m2jax.pool import data_pool
 from m2jax.rl import rewards
@@ -57,6 +57,27 @@ def test_its_policy_is_evaluated(forged):
     assert row['temperature'] == 0.7
     assert row['low'] <= row['success'] <= row['high']
     assert re.search(rf'0\.7 +{row["family"]} +(\d+ +)?{row["success"]:.3f} ', output)
+
+
+def test_its_scaffold_evolves(forged, tmp_path):
+  """Two rounds with the real engine; again, it has nothing left to do; each decision
+  follows from the record."""
+  flags = [f'--workdir={tmp_path}', *conftest.ENGINE]
+  flags += [
+    f'--config.checkpoint={forged.workdir}',
+    '--config.episodes.agent.max_tokens=16',
+  ]
+  flags += ['--config.episodes.backend=rlimit_only']
+  output = conftest.run('evolve', *flags, variant=':smoke')
+  assert '2 rounds, ' in output and 'incumbent − start' in output
+  written = (tmp_path / 'record.jsonl').read_bytes()
+  assert '2 rounds, ' in conftest.run('evolve', *flags, variant=':smoke')
+  assert (tmp_path / 'record.jsonl').read_bytes() == written
+  scaffold.read(tmp_path / 'best')
+  output = conftest.run_module(
+    'experiments.evolve', f'--workdir={tmp_path}', '--replay'
+  )
+  assert '2 rounds, and every decision is the same' in output
 
 
 def test_it_writes_what_is_shown_and_lists_what_it_writes(forged):

@@ -33,6 +33,7 @@ TRAINING = {
 # What has no steps, and what a stop costs it.
 OTHERS = {
   'doctor': 'a rerun, which is made anew',
+  'evolve': 'a phase that has not ended',
   'convert': 'one commit: a directory, or a checkpoint',
   'evaluate': 'its table; a suite keeps every attempt that ended',
   'make_all_tasks': 'a task that is being made',

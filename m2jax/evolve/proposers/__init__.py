@@ -5,6 +5,7 @@
   random_search  one to three operators of `m2jax.evolve.operators`, drawn at random
   tpe            tree-structured Parzen estimator over the same operators (optuna)
   model          a model by URL, which answers with a JSON object
+  gepa           a model by URL, asked by GEPA's reflective mutation for one text
 
 A proposer is a function of its `View`: it has no state, so that a killed round resumes,
 and sees neither specs, seeds, the other splits nor the budgets.

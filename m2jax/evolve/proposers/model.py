@@ -78,8 +78,8 @@ class Config(proposers.ProposerConfig):
     require(
       self, bool(self.url) != bool(self.recorded), 'url', 'a URL, or recorded one'
     )
-    http = not self.url or re.match('https?://', self.url) is not None
-    require(self, http, 'url', 'http:// or https://')
+    http = not self.url or re.match('https?://[^/@]+(/|$)', self.url) is not None
+    require(self, http, 'url', 'http:// or https://, and without a password')
     require(self, self.max_tokens > 0, 'max_tokens', 'positive')
     require(self, self.timeout_s > 0, 'timeout_s', 'positive')
 
@@ -100,7 +100,7 @@ class Model:
       return dataclasses.replace(
         read(self._recorded(view.round)), source='recorded answers'
       )
-    text, tokens = self._ask(messages(view, self._config.attempts))
+    text, tokens = self.ask(messages(view, self._config.attempts))
     source = f'{self._config.model} at {self._config.url}'
     return dataclasses.replace(read(text), tokens=tokens, source=source)
 
@@ -110,8 +110,8 @@ class Model:
       raise ProposerFailed('there are no more recorded answers')
     return str(json.loads(lines[number - 1]))
 
-  def _ask(self, asked: list[dict]) -> tuple[str, int]:
-    """Text and tokens of an answer. Raises ProposerFailed."""
+  def ask(self, asked: list[dict]) -> tuple[str, int]:
+    """Text and tokens of an answer to messages. Raises ProposerFailed."""
     config, failure = self._config, ''
     body = dict(
       model=config.model,

@@ -54,7 +54,7 @@ class Tpe:
       if attempt.values is None or attempt.score is None:
         continue
       params = {f: self._encoded(d, attempt.values[f]) for f, d in space.items()}
-      if all(d._contains(d.to_internal_repr(params[f])) for f, d in space.items()):
+      if all(_inside(d, params[f]) for f, d in space.items()):
         study.add_trial(
           optuna.trial.create_trial(
             params=params, distributions=space, value=attempt.score
@@ -92,6 +92,13 @@ class Tpe:
     if isinstance(distribution, found.CategoricalDistribution):
       return _text(value)
     return value if isinstance(distribution, found.IntDistribution) else float(value)
+
+
+def _inside(distribution: Any, value: Any) -> bool:
+  choices = getattr(distribution, 'choices', None)
+  if choices is not None:
+    return value in choices
+  return distribution.low <= value <= distribution.high
 
 
 def _text(value: Any) -> str:
