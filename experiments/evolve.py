@@ -26,6 +26,8 @@ from m2jax.evolve import config as config_lib
 from m2jax.evolve import lineage, proposers, record, scaffold
 from m2jax.evolve.evaluator import Evaluator, InProcess, Tokens
 from m2jax.evolve.loop import AlreadyOpened, EvaluationFailed, Loop
+from m2jax.evolve.page import serving as page
+from m2jax.evolve.page.source import Source
 from m2jax.evolve.trees import GitFailed
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.roles import in_process
@@ -121,6 +123,7 @@ def evolve(
   with contextlib.closing(loop):
     state = loop.run()
   state.nodes[state.incumbent].scaffold.write(workdir / 'best')
+  page.write(Source(workdir), workdir / page.FILE_NAME)
   return state
 
 
