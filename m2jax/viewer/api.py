@@ -119,7 +119,7 @@ def add_routes(
   @app.get('/view/api/findings')
   async def found(request: fastapi.Request):
     checked(request)
-    _known(request.query_params, ())
+    known(request.query_params, ())
     return await answer(run.findings)
 
   @app.get('/view/api/tasks')

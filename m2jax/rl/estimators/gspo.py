@@ -1,6 +1,6 @@
 """GSPO: PPO's clipped surrogate with the importance ratio of whole sequences.
 
-arXiv:2507.18071 §4, in the form of its GSPO-token, which has the same value and gradient
+arXiv:2507.18071 §4, in the form of its GSPO-token, with the same value and gradient
 where Â is that of the sequence:
 
   J = 1/G Σ_i 1/|y_i| Σ_t min(s_{i,t} Â_{i,t}, clip(s_{i,t}, 1 − ε_low, 1 + ε_high)
