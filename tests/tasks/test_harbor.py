@@ -364,7 +364,7 @@ def test_copies_of_a_module_are_found_wherever_they_are(tmp_path):
   (tmp_path / 'link').mkdir()
   (tmp_path / 'link' / 'calc').symlink_to(package)
   (tmp_path / 'link' / 'calc.py').symlink_to(single)
-  found = verifier._copies(str(tmp_path), 'calc', 0)
+  found = verifier._copies(str(tmp_path), ('calc',), 0)
   assert sorted(found) == [
     *('a.whl', 'calc.cpython-313.pyc', 'calc.py', 'tool/_vendor/calc/'),
   ]
