@@ -183,13 +183,13 @@ def read(tree):
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
   try:
     fd = os.open(os.path.join(tree, 'submission.csv'), flags)
-  except OSError as error:
-    raise Wrong(f'submission.csv cannot be read: {error.strerror}') from None
-  with open(fd, 'rb') as file:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
       raise Wrong('submission.csv is not a file of its own')
-    data = file.read(MAX_BYTES + 1)
+    with open(fd, 'rb') as file:
+      data = file.read(MAX_BYTES + 1)
+  except OSError as error:
+    raise Wrong(f'submission.csv cannot be read: {error.strerror}') from None
   if len(data) > MAX_BYTES:
     raise Wrong(f'submission.csv has more than {MAX_BYTES} bytes')
   return data

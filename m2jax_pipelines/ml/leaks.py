@@ -29,11 +29,10 @@ _CHUNK, _OVERLAP = 16 << 20, 64 << 10
 _MAX_UNPACKED = 1 << 30
 _DEPTH = 4  # of archives in archives
 _TYPES = ('<f8', '>f8', '<f4', '<i8', '<i4', '<i2', 'u1')
-_STYLES = ('%.1f', '%.2f', '%.4f', '%.6f', '%g', '%.18e')
 _UNOPENED = (b'PAR1', b'ARROW1', b'7z\xbc\xaf', b'\x28\xb5\x2f\xfd', b'FEA1')
 _IMAGES = (b'\x89PNG', b'\xff\xd8\xff', b'GIF8', b'II*\0', b'MM\0*', b'BM')
 _SKIPPED = ('/proc', '/sys', '/dev')
-_NUMBER = re.compile(rb'[^ ]*x[^ ]*')
+_ZEROS = re.compile(rb'(?:(\.[0-9]*?[1-9])|\.)0*(?= )')  # after the decimal point
 
 
 def _translation(kept, lower=False):
@@ -54,9 +53,10 @@ _WORDS = _translation(bytes(range(48, 58)) + bytes(range(65, 91)) + bytes(
 
 
 def numbers(data):
-  """The numbers of a text, separated by spaces."""
-  text = _NUMBER.sub(b'', data.translate(_NUMBERS))
-  return b' ' + b' '.join(text.split()) + b' '
+  """The numbers of a text, without zeros at their ends, separated by spaces."""
+  tokens = [one for one in data.translate(_NUMBERS).split() if b'x' not in one]
+  text = b' ' + b' '.join(tokens) + b' '
+  return _ZEROS.sub(rb'\1', text) if b'.' in text else text
 
 
 def words(data):
@@ -66,11 +66,8 @@ def words(data):
 
 def texts_of(values):
   """The forms in which a text has a sequence of numbers, as `numbers` gives them."""
-  forms = [[repr(float(v)) for v in values]]
-  forms += [[style % v for v in values] for style in _STYLES]
-  forms += [[str(int(v)) if float(v).is_integer() else repr(float(v)) for v in values]]
-  exact = [f for f in forms if all(float(t) == v for t, v in zip(f, values))]
-  return {b' ' + ' '.join(form).encode() + b' ' for form in exact}
+  forms = ' '.join(repr(float(v)) for v in values), ' '.join('%.18e' % v for v in values)
+  return {numbers(form.encode()) for form in forms}
 
 
 def arrays_of(values):
