@@ -308,8 +308,9 @@ Predict `target` for test.csv. Write submission.csv: the line `id,target`, and t
 line for each id of test.csv, in any order. Its score is {_METRICS[problem.metric]};
 {better} is better. The score is compared with those of other solutions: among the best
 40, 20 and 10 % it gets a bronze, silver or gold medal. A file with missing, unknown or
-repeated ids or with values that are not {'numbers' if grade.METRICS[problem.metric][2]
-  else 'labels'} counts as none.
+repeated ids or with values that are not {
+    'numbers' if grade.METRICS[problem.metric][2] else 'labels'
+  } counts as none.
 
 You have {config.time_limit_s / 60:g} minutes. Python 3 with numpy, scipy, scikit-learn
 and Pillow is there; there is no network.

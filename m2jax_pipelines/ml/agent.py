@@ -1,11 +1,11 @@
 """The agent `draft_improve`: drafts programs, debugs failed ones, improves the best.
 
-The search of AIDE (arXiv 2502.13138; docs/facts/pipelines.md §7): a tree whose nodes are
-whole programs. A step is a draft until there are `drafts`; then, with a probability, the
-repair of a program that failed, and otherwise a change of the best one. A program
-prints its own validation score; the model never sees the task's labels. Each step is
-one completion in a new chat, to any OpenAI-compatible URL, and one call of `sh`. At the
-end the best program's submission is the task's.
+The search of AIDE (arXiv 2502.13138; docs/facts/pipelines.md §7): a tree whose nodes
+are whole programs. A step is a draft until there are `drafts`; then, with a
+probability, the repair of a program that failed, and otherwise a change of the best
+one. A program prints its own validation score; the model never sees the task's labels.
+Each step is one completion in a new chat, to any OpenAI-compatible URL, and one call of
+`sh`. At the end the best program's submission is the task's.
 """
 
 from __future__ import annotations
@@ -138,7 +138,11 @@ def choose(
 
 
 def request(
-  instruction: str, nodes: Sequence[Node], action: str, node: Node | None, config: Config
+  instruction: str,
+  nodes: Sequence[Node],
+  action: str,
+  node: Node | None,
+  config: Config,
 ) -> str:
   """The user's message of a step."""
   parts = [instruction.rstrip(), _RULES.format(seconds=config.script_s)]

@@ -75,24 +75,26 @@ def _value(text, number, numbers):
 
 
 def accuracy(truth, found):
-  return sum(a == b for a, b in zip(truth, found)) / len(truth)
+  return sum(a == b for a, b in zip(truth, found, strict=True)) / len(truth)
 
 
 def macro_f1(truth, found):
   """Mean of the F1 scores of the classes in `truth`."""
   scores = []
   for one in set(truth):
-    hits = sum(a == b == one for a, b in zip(truth, found))
+    hits = sum(a == b == one for a, b in zip(truth, found, strict=True))
     scores.append(2 * hits / (truth.count(one) + found.count(one)))
   return sum(scores) / len(scores)
 
 
 def rmse(truth, found):
-  return math.sqrt(sum((a - b) ** 2 for a, b in zip(truth, found)) / len(truth))
+  return math.sqrt(
+    sum((a - b) ** 2 for a, b in zip(truth, found, strict=True)) / len(truth)
+  )
 
 
 def mae(truth, found):
-  return sum(abs(a - b) for a, b in zip(truth, found)) / len(truth)
+  return sum(abs(a - b) for a, b in zip(truth, found, strict=True)) / len(truth)
 
 
 def rmsle(truth, found):
@@ -116,7 +118,7 @@ def ranks(values):
 
 def auc(truth, found):
   """The area under the ROC curve of scores; the positive class is 1."""
-  ones = [rank for rank, a in zip(ranks(found), truth) if a == 1]
+  ones = [rank for rank, a in zip(ranks(found), truth, strict=True) if a == 1]
   below = sum(ones) - len(ones) * (len(ones) + 1) / 2
   return below / (len(ones) * (len(truth) - len(ones)))
 
@@ -125,7 +127,7 @@ def spearman(truth, found):
   """The correlation of the ranks; 0 if all predictions are equal."""
   a, b = ranks(truth), ranks(found)
   middle = (len(a) + 1) / 2
-  both = sum((x - middle) * (y - middle) for x, y in zip(a, b))
+  both = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
   size = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
   return both / math.sqrt(size) if size else 0.0
 
@@ -139,7 +141,7 @@ def ari(truth, found):
       counts[value] = counts.get(value, 0) + 1
     return sum(n * (n - 1) / 2 for n in counts.values())
 
-  both, a, b = pairs(list(zip(truth, found))), pairs(truth), pairs(found)
+  both, a, b = pairs(list(zip(truth, found, strict=True))), pairs(truth), pairs(found)
   expected = a * b / (len(truth) * (len(truth) - 1) / 2)
   most = (a + b) / 2
   return (both - expected) / (most - expected) if most != expected else 0.0
@@ -207,7 +209,9 @@ def main():
   print('m2jax: ready', flush=True)
   paid, details = 0.0, {}
   try:
-    value = score(read(os.environ.get('M2JAX_TREE', '/workspace')), truth, spec['metric'])
+    value = score(
+      read(os.environ.get('M2JAX_TREE', '/workspace')), truth, spec['metric']
+    )
     paid, medal = reward(value, spec)
     details = {'score': value, 'medal': medal}
     details['reason'] = f'{spec["metric"]} {value:.6g}, medal: {medal or "none"}'

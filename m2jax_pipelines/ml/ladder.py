@@ -1,4 +1,4 @@
-"""Ladders: the scripted solutions of a problem, run in a sandbox as an agent's would be.
+"""Ladders: scripted solutions of a problem, run in a sandbox as an agent's would be.
 
 Their scores set the medals of a task, as a leaderboard sets those of MLE-bench: bronze,
 silver and gold are the best 40, 20 and 10 % of the ladder, by linear interpolation.
@@ -96,6 +96,10 @@ def around(rows, reach):
   return found
 
 
+def denoise(model):
+  return model.fit(around(train, 2), y).predict(around(test, 2))
+
+
 train = read('train.csv') if os.path.exists('train.csv') else []
 test = read('test.csv')
 X, y, T = numbers(train), labels(train), numbers(test)
@@ -145,9 +149,11 @@ def table(rows: Sequence[Row]) -> bytes:
 
 def files(problem: Problem, data: Data) -> dict[str, bytes]:
   """The agent's files."""
-  sample = 0 if grade.METRICS[problem.metric][2] else data.train and sorted(
-    {str(row['target']) for row in data.train}
-  )[0] or 'a'
+  sample = (
+    0
+    if grade.METRICS[problem.metric][2]
+    else data.train and sorted({str(row['target']) for row in data.train})[0] or 'a'
+  )
   rows = [{'id': row['id'], 'target': sample} for row in data.test]
   found = {'test.csv': table(data.test), 'sample_submission.csv': table(rows)}
   return {'train.csv': table(data.train), **found} if data.train else found

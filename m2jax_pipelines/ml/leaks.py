@@ -7,7 +7,7 @@ The program runs in a sandbox as the agent would:
 It reads all regular files below ROOT, also in gzip, bzip2, xz and zip (wheels, .npz),
 and pixels of images. A needle is a sequence of values, found as numbers of a text in
 any of the usual formats and with any separators, as words, or as an array in memory
-(.npy, pickle, SQLite) of any usual type. Formats that cannot be opened here (Parquet,
+(.npy, pickle, SQLite) of any usual type; of programs (ELF) as arrays only. Formats that cannot be opened here (Parquet,
 Arrow, 7z, zstd) are counted. Prints JSON: hits, files, bytes, unopened.
 """
 
@@ -66,7 +66,10 @@ def words(data):
 
 def texts_of(values):
   """The forms in which a text has a sequence of numbers, as `numbers` gives them."""
-  forms = ' '.join(repr(float(v)) for v in values), ' '.join('%.18e' % v for v in values)
+  forms = (
+    ' '.join(repr(float(v)) for v in values),
+    ' '.join(f'{v:.18e}' for v in values),
+  )
   return {numbers(form.encode()) for form in forms}
 
 
@@ -94,14 +97,16 @@ class Search:
     for name, value in needles:
       if isinstance(value, str):
         apart = ' '.join(re.sub(r'\W', '', value))  # UTF-16 and UTF-32
-        self._words |= dict.fromkeys([words(v.encode()) for v in (value, apart)], name)
+        forms, kept = [words(v.encode()) for v in (value, apart)], self._words
+      else:
+        forms, kept = texts_of(value), self._numbers
+      kept.update({form: (set(form.split()), name) for form in forms})
+      if isinstance(value, str):
         continue
-      self._numbers |= dict.fromkeys(texts_of(value), name)
       for one in arrays_of(value):
         place = _rarest(one)
         pair = one[place] << 8 | one[place + 1]
         self._arrays.setdefault(pair, []).append((one, place, name))
-    self._parts = {form: set(form.split()) for form in self._numbers}
     self._pairs = np.zeros(1 << 16, bool)
     self._pairs[list(self._arrays)] = True
 
@@ -126,7 +131,7 @@ class Search:
             lzma.LZMAError, zipfile.BadZipFile, struct.error):  # fmt: skip
       pass  # damaged, or only begins like an archive; its bytes are searched below
     file.seek(0)
-    self._plain(file, path)
+    self._plain(file, path, has_text=not head.startswith(b'\x7fELF'))
 
   def _packed(self, file, head, path, depth):
     if head.startswith(_IMAGES):
@@ -159,25 +164,24 @@ class Search:
       return
     self._plain(io.BytesIO(grey), path)
 
-  def _plain(self, file, path):
+  def _plain(self, file, path, has_text=False):
     rest = b''
     while chunk := file.read(_CHUNK):
       self.bytes += len(chunk)
       data = rest + chunk
-      for name in self._find(data):
+      for name in self._find(data, has_text):
         self.hits.append([name, path])
       rest = data[-_OVERLAP:]
 
-  def _find(self, data):
-    text = numbers(data)
-    present = set(text.split())
-    for form, parts in self._parts.items():
-      if parts <= present and form in text:
-        yield self._numbers[form]
-    if self._words:
-      text = words(data)
-      yield from (name for form, name in self._words.items() if form in text)
+  def _find(self, data, has_text):
     yield from self._find_arrays(data)
+    if not has_text:
+      return
+    for text, needles in ((numbers(data), self._numbers), (words(data), self._words)):
+      present = set(text.split())
+      for form, (parts, name) in needles.items():
+        if parts <= present and form in text:
+          yield name
 
   def _find_arrays(self, data):
     array = np.frombuffer(data, np.uint8)

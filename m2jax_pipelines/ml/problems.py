@@ -170,7 +170,9 @@ def _carbon(rng, paths, horizon=104):
   ]
   order = rng.permutation(horizon)
   own, late = ids(rng, horizon), slice(-horizon, None)
-  test = [{'id': i, 'week': int(w)} for i, w in zip(own, weeks[late][order], strict=True)]
+  test = [
+    {'id': i, 'week': int(w)} for i, w in zip(own, weeks[late][order], strict=True)
+  ]
   lines = table[late].reshape(-1, 16).tolist()  # dates and levels of eight weeks
   lines += table[late, 1].reshape(-1, 8).tolist()
   return Data(rows, test, level[late][order].tolist(), lines)
@@ -465,9 +467,9 @@ PROBLEMS: Mapping[str, Problem] = {
       'box': 'around(test, 1).mean(axis=1)',
       'median': 'np.median(around(test, 1), axis=1)',
       'wide box': 'around(test, 2).mean(axis=1)',
-      'linear': 'linear_model.Ridge().fit(around(train, 2), y).predict(around(test, 2))',
-      'forest': 'ensemble.RandomForestRegressor(60, min_samples_leaf=5, random_state=0, '
-      'max_features=8).fit(around(train, 2), y).predict(around(test, 2))',
+      'linear': 'denoise(linear_model.Ridge())',
+      'forest': 'denoise(ensemble.RandomForestRegressor(60, min_samples_leaf=5, '
+      'max_features=8, random_state=0))',
     },
   ),
 }
