@@ -7,8 +7,9 @@ The program runs in a sandbox as the agent would:
 It reads all regular files below ROOT, also in gzip, bzip2, xz and zip (wheels, .npz),
 and pixels of images. A needle is a sequence of values, found as numbers of a text in
 any of the usual formats and with any separators, as words, or as an array in memory
-(.npy, pickle, SQLite) of any usual type; of programs (ELF) as arrays only. Formats that cannot be opened here (Parquet,
-Arrow, 7z, zstd) are counted. Prints JSON: hits, files, bytes, unopened.
+(.npy, pickle, SQLite) of any usual type; programs (ELF) are searched for arrays only.
+Formats that cannot be opened here (Parquet, Arrow, 7z, zstd) are counted. Prints JSON:
+hits, files, bytes, unopened.
 """
 
 import bz2

@@ -178,10 +178,6 @@ def _carbon(rng, paths, horizon=104):
   return Data(rows, test, level[late][order].tolist(), lines)
 
 
-def _visits(rng, paths):
-  return _column(0, 2500, 2500)(rng, paths)
-
-
 def _cultivars(rng, paths):
   table = _table(paths[0])
   values = disguised(rng, table[:, :-1])
@@ -322,7 +318,7 @@ PROBLEMS: Mapping[str, Problem] = {
     (f'{_STATSMODELS}/randhie/randhie.csv',),
     f'People in a health insurance experiment. {_COLUMNS} `target` is the number of '
     'their visits to a doctor in a year.',
-    _visits,
+    _column(0, 2500, 2500),
     {
       'constant': 'np.full(len(T), np.expm1(np.log1p(y).mean()))',
       'mean': 'np.full(len(T), y.mean())',
