@@ -73,15 +73,22 @@ SUITES = {
   'spreadsheets': _made('spreadsheets', 3, WHOLE),
   'slides': _made('slides', 3, WHOLE),
   'reasoning_made': _made('reasoning', 4, WHOLE, episode_s=1800.0),
+  # MLE-bench: means of three trials.
+  'ml': _made('ml', 3, WHOLE, episode_s=1800.0),
   'harbor': _made('', 4, WHOLE),
 }
+# The tasks of a suite for another agent: one that drafts, debugs and improves programs.
+_AGENTS = {'ml_search': ('ml', dict(kind='m2jax_pipelines.ml.agent'))}
 
 
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
-  if variant not in SUITES:
-    raise ValueError(f'unknown suite {variant!r}: expected one of {", ".join(SUITES)}')
+  name, agent = _AGENTS.get(variant, (variant, None))
+  if name not in SUITES:
+    known = ', '.join([*SUITES, *_AGENTS])
+    raise ValueError(f'unknown suite {variant!r}: expected one of {known}')
   c = ml_collections.ConfigDict()
-  row = ml_collections.ConfigDict(copy.deepcopy(SUITES[variant]))
+  row = ml_collections.ConfigDict(copy.deepcopy(SUITES[name]))
+  row.agent = agent or row.agent
   c.suite = fields.complete(row, SuiteConfig)
   served = serve.get_config()
   c.mesh = dataclasses.asdict(sharding.MeshConfig(expert=-1))

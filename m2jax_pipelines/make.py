@@ -33,7 +33,7 @@ LIMITS = sandbox.Limits(
   workspace_bytes=256 << 20,
   wall_s=600.0,
 )
-_RECORDS, _STAGING = 'records.jsonl', '.staging'
+_RECORDS = 'records.jsonl'
 _MAX_INVALID = 8  # candidates in a row
 
 
@@ -86,14 +86,14 @@ async def run(config: PipelineConfig, workdir: Path, *, show: bool = True) -> Su
 def _clean(workdir: Path, log: records.Records) -> None:
   """Removes what an interrupted run left: staged tasks, and tasks without a record."""
   tasks = workdir / 'tasks'
-  shutil.rmtree(tasks / _STAGING, ignore_errors=True)
+  shutil.rmtree(tasks / harbor.STAGING, ignore_errors=True)
   known = {(row['split'], row['task']) for row in log.admitted()}
   for split in harbor.SPLITS:
     (tasks / split).mkdir(parents=True, exist_ok=True)
     for path in (tasks / split).iterdir():
       if (split, path.name) not in known:
         shutil.rmtree(path)
-  (tasks / _STAGING).mkdir()
+  (tasks / harbor.STAGING).mkdir()
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ class _Maker:
   async def _try(self, candidate: Candidate) -> None:
     split = self._config.split(candidate.source)
     tasks = self._workdir / 'tasks'
-    path = harbor.write(candidate.draft, tasks / _STAGING)
+    path = harbor.write(candidate.draft, tasks / harbor.STAGING)
     found = await admission.admit(
       harbor.read(path), backend=self._config.backend, limits=LIMITS
     )

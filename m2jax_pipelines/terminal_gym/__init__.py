@@ -179,7 +179,7 @@ async def prove(
 def _staged(context: Context, draft: harbor.Draft):
   """Writes a draft outside of the dataset's splits, to be tried."""
   draft = dataclasses.replace(draft, name='calibration')
-  staging = context.directory('tasks/.staging')
+  staging = context.directory(f'tasks/{harbor.STAGING}')
   shutil.rmtree(staging / draft.name, ignore_errors=True)
   path = harbor.write(draft, staging)
   try:

@@ -27,6 +27,7 @@ from m2jax_pipelines import (
   discovery,
   llm,
   make,
+  ml,
   reasoning,
   slides,
   spreadsheets,
@@ -129,8 +130,12 @@ PIPELINES = {
     ['playwright'],
     lambda *_: appdev.Config(kinds=('counter',), count=1),
   ),
+  'ml': (
+    ['sklearn'],
+    lambda *_: ml.Config(problems=('cultivars',), count=1, search=()),
+  ),
 }
-LONG = 'spreadsheets', 'slides', 'deep_search', 'swe', 'appdev'
+LONG = 'spreadsheets', 'slides', 'deep_search', 'swe', 'appdev', 'ml'
 NAMES = [
   pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
   for name in PIPELINES

@@ -345,6 +345,14 @@ def test_solutions_that_no_call_shows_are_named(tmp_path):
     _demonstrate(path)
 
 
+def test_a_task_that_is_proved_has_the_sites_of_its_dataset(tmp_path):
+  metadata = harbor.Metadata('toy', 'toy')
+  for split in (harbor.STAGING, 'train'):
+    path = tmp_path / 'tasks' / split / 'a'
+    assert harbor.Directory(path, '', metadata, 1.0).dataset == tmp_path
+  assert harbor.Directory(tmp_path / 'a', '', metadata, 1.0).dataset == tmp_path
+
+
 def test_copies_of_a_module_are_found_wherever_they_are(tmp_path):
   """As a package, a module, compiled, or in an archive; nothing else is hidden."""
   vendored = tmp_path / 'tool' / '_vendor'
@@ -364,10 +372,12 @@ def test_copies_of_a_module_are_found_wherever_they_are(tmp_path):
   (tmp_path / 'link').mkdir()
   (tmp_path / 'link' / 'calc').symlink_to(package)
   (tmp_path / 'link' / 'calc.py').symlink_to(single)
-  found = verifier._copies(str(tmp_path), 'calc', 0)
+  found = verifier._copies(str(tmp_path), ('calc',), 0)
   assert sorted(found) == [
     *('a.whl', 'calc.cpython-313.pyc', 'calc.py', 'tool/_vendor/calc/'),
   ]
+  found = verifier._copies(str(tmp_path), ('_vendor.calc', 'x.calc', 'calc.core'), 0)
+  assert sorted(found) == ['a.whl', 'tool/_vendor/calc/']  # submodules
   host = sandbox.Host()
   assert verifier.without(host, ()) == host
   assert verifier.without(host, ('json',)) == host  # of the interpreter itself

@@ -206,7 +206,7 @@ def test_sites_are_in_the_dataset(task, tmp_path):
   sites = dataset / 'sites'
   sites.mkdir()
   os.mkfifo(sites / 'x.zip')
-  assert verifier._copies(str(sites), 'absent', 0) == ()
+  assert verifier._copies(str(sites), ('absent',), 0) == ()
   shutil.rmtree(sites)
   sites.symlink_to(tmp_path)
   with pytest.raises(harbor.BadTask, match='sites: a link'):

@@ -5,7 +5,15 @@ demonstrates. Those that other tools made are checked by `standard` and `service
 run and judged by `container`.
 """
 
-from m2jax.tasks.harbor.directory import SPLITS, Directory, Draft, read, split_of, write
+from m2jax.tasks.harbor.directory import (
+  SPLITS,
+  STAGING,
+  Directory,
+  Draft,
+  read,
+  split_of,
+  write,
+)
 from m2jax.tasks.harbor.schema import BadTask, Ceilings, Metadata
 from m2jax.tasks.harbor.standard import Containers
 from m2jax.tasks.harbor.task import (
@@ -31,6 +39,7 @@ __all__ = [
   'INVALID',
   'PASSED',
   'SPLITS',
+  'STAGING',
   'SetupFailed',
   'BadTask',
   'Ceilings',

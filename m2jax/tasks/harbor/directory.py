@@ -39,6 +39,7 @@ from m2jax.tasks.harbor import service as service_lib
 from m2jax.tasks.harbor.schema import BadTask, Metadata
 
 SPLITS = ('train', 'dev', 'held_out')
+STAGING = '.staging'  # beside the splits: tasks that are being proved
 SHARES = {'train': 0.8, 'dev': 0.1, 'held_out': 0.1}
 ARCHIVE = 'workspace.tar.gz'
 OVERLAY = 'overlay'
@@ -117,9 +118,10 @@ class Directory:
 
   @property
   def dataset(self) -> Path:
-    """The dataset that has the task."""
+    """The dataset that has the task, also one that is tried before it has a split."""
     parts = self.path.parent.parts
-    split = len(parts) > 2 and parts[-2] == 'tasks' and parts[-1] in SPLITS
+    split = len(parts) > 2 and parts[-2] == 'tasks'
+    split = split and (parts[-1] in SPLITS or parts[-1] == STAGING)
     return self.path.parents[2] if split else self.path.parent
 
   def as_standard(self) -> Directory:
@@ -396,7 +398,9 @@ def _dockerfile(draft: Draft) -> str:
     install = f'RUN pip install --no-cache-dir {names}\n'
   if draft.metadata.hide:
     wanted = [
-      f'-name {_quoted(n)}' for m in draft.metadata.hide for n in (m, f'{m}.py')
+      f'-path {_quoted("*/" + name)}'
+      for path in (module.replace('.', '/') for module in draft.metadata.hide)
+      for name in (path, f'{path}.py')
     ]
     found = f"find / -xdev -path '*-packages/*' \\( {' -o '.join(wanted)} \\)"
     install += f'RUN {found} -prune -exec rm -rf {{}} +\n'

@@ -80,14 +80,15 @@ class Metadata:
     remove: paths of the archive that the agent does not see.
     site: directory of Python packages in the dataset's `sites/`; '' for none.
     verifier_site: the verifier's site, if the agent does not have it.
-    hide: names of Python modules whose copies on this machine sandboxes do not show,
-      since the task is about them.
+    hide: names of Python modules (`sklearn`, `sklearn.datasets.data`) whose copies on
+      this machine sandboxes do not show, since the task is about them.
     verifier_needs: field of `sandbox.Limits` → at least this in the verifier's sandbox.
     answer: path of the final answer in the judged tree; '' for none.
     listing: whether test.sh gets the modes, links and other entries of the workspace.
     run: command that is run on each of the hidden inputs, `tests/inputs/N/`; '' for
       none (`runs`).
     max_tool_calls: maximum tool calls of an episode.
+    wall_s: elapsed time of an episode in seconds; 0: not limited by the task.
     baseline_calls: tool calls that a correct solution needs.
     source: provenance: name, version, sha256, licence.
     details: further facts of the pipeline.
@@ -106,6 +107,7 @@ class Metadata:
   listing: bool = False
   run: str = ''
   max_tool_calls: int = 50
+  wall_s: float = 0.0
   baseline_calls: int = 1
   source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -183,6 +185,7 @@ def _metadata(ours: Mapping[str, Any], ceilings: Ceilings) -> Metadata:
   found = Metadata(**values)
   field = f'{where}.max_tool_calls'
   check_ceiling(found.max_tool_calls, ceilings, 'tool_calls', field)
+  check_ceiling(found.wall_s, ceilings, 'agent_s', f'{where}.wall_s')
   return found
 
 

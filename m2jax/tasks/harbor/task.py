@@ -104,7 +104,8 @@ class HarborTask:
   def wall_s(self) -> float | None:
     """See `tasks.Task.wall_s`."""
     settings = self.directory.settings
-    return None if settings is None else settings.agent_s
+    own = self.directory.metadata.wall_s or None
+    return own if settings is None else settings.agent_s
 
   @contextlib.asynccontextmanager
   async def open(

@@ -35,6 +35,7 @@ import functools
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -54,6 +55,7 @@ _MOUNT, _SITES = '/verifier', '/sites'
 _LOGS, _LISTING, _RUNS = 'logs', 'listing.json', 'runs.json'
 _MAX_REWARD_BYTES = 1 << 20
 _MAX_ARCHIVE_BYTES = 1 << 30
+_ARCHIVES = '.whl', '.egg', '.zip', '.pyz'
 # Of files that a verifier, or code that it runs, wrote.
 _UNREADABLE = (sandbox.SandboxPathError, ValueError, OverflowError, RecursionError)
 
@@ -126,53 +128,61 @@ def without(host: sandbox.Host, modules: tuple[str, ...]) -> sandbox.Host:
   hidden = {
     f'{target}/{path}'
     for source, target in (('/usr', '/usr'), *host.read_only)
-    for name in modules
-    for path in _copies(source, name, os.stat(source).st_mtime_ns)
+    for path in _copies(source, modules, os.stat(source).st_mtime_ns)
     if os.path.exists(f'{source}/{path}')  # still
   }
   return dataclasses.replace(host, hidden=tuple(sorted(hidden)))
 
 
 @functools.lru_cache(maxsize=256)
-def _copies(source: str, name: str, changed_ns: int) -> tuple[str, ...]:
-  """Paths in `source` of the copies of a module, as in `Host.hidden`.
+def _copies(source: str, modules: tuple[str, ...], changed_ns: int) -> tuple[str, ...]:
+  """Paths in `source` of the copies of modules, as in `Host.hidden`.
 
   Packages, modules, also compiled, and archives with one of them. `changed_ns` is when
   an entry of `source` changed.
   """
-  if name in sys.stdlib_module_names:
+  wanted = {
+    f'/{name.replace(".", "/")}'
+    for name in modules
+    if name not in sys.stdlib_module_names
+  }
+  if not wanted:
     return ()
+  last, ends = {os.path.basename(path) for path in wanted}, tuple(wanted)
   found = []
   for directory, names, files in os.walk(source):
     inside = f'{directory}/'.removeprefix(f'{source}/')
-    for one in [n for n in names if n == name]:
+    for one in last.intersection(names):
       path = Path(directory, one)
-      if not path.is_symlink() and next(path.rglob('*.py*'), None):
+      if not f'/{inside}{one}'.endswith(ends) or path.is_symlink():
+        continue
+      if next(path.rglob('*.py*'), None):
         found.append(f'{inside}{one}/')
         names.remove(one)
     for one in files:
       stem, _, kind = one.partition('.')
+      is_module = stem in last and kind.rpartition('.')[2] in ('py', 'pyc', 'pyo', 'so')
+      is_module = is_module and f'/{inside}{stem}'.endswith(ends)
+      if not is_module and not one.endswith(_ARCHIVES):
+        continue
       path = os.path.join(directory, one)
-      is_module = stem == name and kind.rpartition('.')[2] in ('py', 'pyc', 'pyo', 'so')
       if not os.path.isfile(path) or os.path.islink(path):
         continue  # opening a pipe would block forever
-      if is_module or _contains(path, name):
+      if is_module or _contains(path, wanted):
         found.append(f'{inside}{one}')
   return tuple(found)
 
 
-def _contains(path: str, name: str) -> bool:
-  """Whether a file may be an archive of Python modules with the module of a name."""
-  if not path.endswith(('.whl', '.egg', '.zip', '.pyz')):
-    return False
+def _contains(path: str, wanted: set[str]) -> bool:
+  """Whether an archive has a module whose path ends with one of `wanted`."""
+  modules = re.compile(f'({"|".join(map(re.escape, wanted))})(/|[.]pyc?$|$)')
   try:
     if os.path.getsize(path) > _MAX_ARCHIVE_BYTES:
       return True  # it is not opened, and may
     with zipfile.ZipFile(path) as archive:
-      parts = {part for entry in archive.namelist() for part in entry.split('/')}
+      return any(modules.search(f'/{entry}') for entry in archive.namelist())
   except (zipfile.BadZipFile, OSError):
     return False
-  return bool(parts & {name, f'{name}.py', f'{name}.pyc'})
 
 
 def site(directory: Directory, backend: str, *, judges: bool = False) -> str:
