@@ -7,7 +7,7 @@ together with jobs.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from experiments import common
@@ -22,12 +22,15 @@ _FIELDS = {
   'sft': {'demonstrations', 'sft'},
 }
 _QUALITY = 'text.quality'  # module:function; a path of a file has no colon
-# Packages of the modules that a config may name by `kind`, by where it names them.
-_KINDS = {
-  'tasks': 'm2jax.tasks',
-  'teacher': 'm2jax.tasks',
-  'episodes.agent': 'm2jax.agents',
-}
+_WINDOW = 'rl.window'  # may be a kind by itself
+# Packages whose kinds a config may name, at any depth: mixtures have parts.
+_PACKAGES = (
+  'm2jax.tasks',
+  'm2jax.agents',
+  'm2jax.rl.estimators',
+  'm2jax.pool.windows',
+  'm2jax.evolve.proposers',
+)
 
 
 def job(values: Mapping[str, Any]) -> str:
@@ -44,9 +47,8 @@ def job(values: Mapping[str, Any]) -> str:
 
 def import_paths(values: Mapping[str, Any]) -> list[str]:
   """The import paths of code that a config names."""
-  of_kinds = [str(settings.get(values, f'{path}.kind', '')) for path in _KINDS]
   quality = str(settings.get(values, _QUALITY, ''))
-  return [*(x for x in of_kinds if '.' in x), *(x for x in [quality] if ':' in x)]
+  return [*(x for x in _kinds(values) if '.' in x), *(x for x in [quality] if ':' in x)]
 
 
 def build(values: Mapping[str, Any], *, own: bool = False) -> Any:
@@ -69,8 +71,22 @@ def build(values: Mapping[str, Any], *, own: bool = False) -> Any:
 
 
 def _check_kinds(values: Mapping[str, Any]) -> None:
-  for path, package in _KINDS.items():
-    kind = settings.get(values, f'{path}.kind', '')
-    known = isinstance(kind, str) and kind.partition('.')[0] in kinds.packages(package)
-    if '.' in str(kind) and not known:
-      raise ValueError(f'{path}.kind={kind!r}: of another package')
+  known = set().union(*map(kinds.packages, _PACKAGES))
+  for kind in _kinds(values):
+    if '.' in kind and kind.partition('.')[0] not in known:
+      raise ValueError(f'kind={kind!r}: of another package')
+
+
+def _kinds(values: Mapping[str, Any]) -> Iterator[str]:
+  """The kinds that a config names."""
+  if isinstance(window := settings.get(values, _WINDOW), str):
+    yield window
+  parts = [values]
+  while parts:
+    part = parts.pop()
+    if isinstance(part, Mapping):
+      if isinstance(kind := part.get('kind'), str):
+        yield kind
+      part = list(part.values())
+    if isinstance(part, list | tuple):
+      parts.extend(part)

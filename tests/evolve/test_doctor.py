@@ -295,13 +295,26 @@ def test_proposals_are_valid(config):
   assert answer.field == 'sft.optimizer.muon.learning_rate'
 
 
-def test_a_config_of_others_imports_nothing(config, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+  'field, value',
+  [
+    ('tasks.kind', 'hostile.'),
+    ('episodes.agent.kind', 'hostile.'),
+    ('episodes.agent', dict(kind='perturbed', agent=dict(kind='hostile.'))),
+    ('rl.learner.estimator.kind', 'hostile.'),
+    ('rl.window', 'hostile.'),
+    ('rl.window', dict(kind='hostile.')),
+  ],
+)
+def test_a_config_of_others_imports_nothing(
+  config, tmp_path, monkeypatch, field, value
+):
   """`kind` is an import path: a run's config does not choose what is imported."""
   from experiments import own_kinds as job
 
   (tmp_path / 'hostile.py').write_text(f'open({str(tmp_path / "ran")!r}, "w")')
   monkeypatch.syspath_prepend(tmp_path)
-  hostile = rules.changed(config, 'tasks.kind', 'hostile.')
+  hostile = rules.changed(config, field, value)
   found = doctor.Finding('loss_divergence', '', 'rl', severity='error')
   assert rules.propose([found], hostile, job.build) is None
   assert not (tmp_path / 'ran').exists()

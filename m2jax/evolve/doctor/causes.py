@@ -19,6 +19,7 @@ ERROR, WARNING = 'error', 'warning'
 # Where the settings of each phase are, in the config of the main job and of SFT; in
 # that of other jobs these parts are at the top.
 _OPTIMIZER = {
+  'pretrain': 'pretrain.optimizer',
   'sft': 'sft.optimizer',
   'more_sft': 'more_sft.optimizer',
   'rl': 'rl.optimizer',
