@@ -8,10 +8,10 @@ RESULT: WORKDIR/record.jsonl, one line a phase; success of the start and of the 
 
 Tasks, engine and agent are those of configs/forge.py; proposals are random search.
 
-Variants: `:tpe` and `:model` are other proposers at the same budget, `:model` takes
-`--config.proposer.url=…` and `.model=…`; `:aa` has candidates that equal the incumbent,
-each with seeds of its own, and measures the rate of false keeps; `:smoke` is two rounds
-on a few tasks.
+Variants: `:tpe`, `:analyst` and `:model` are other proposers at the same budget,
+`:model` takes `--config.proposer.url=…` and `.model=…`; `:aa` has candidates that equal
+the incumbent, each with seeds of its own, and measures the rate of false keeps;
+`:smoke` is two rounds on a few tasks.
 """
 
 import dataclasses
@@ -52,8 +52,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     c.proposer.kind = 'same'
     c.loop.archive = dict(method='incumbent', allow_duplicates=True)
     c.loop.paired_seeds = False
-  elif variant in ('tpe', 'model'):
+  elif variant in ('tpe', 'analyst', 'model'):
     c.proposer.kind = variant
   elif variant:
-    raise ValueError(f'unknown variant {variant!r}: want none, tpe, model, aa or smoke')
+    raise ValueError(
+      f'unknown variant {variant!r}: want none, tpe, analyst, model, aa or smoke'
+    )
   return fields.complete(c, EvolveConfig)

@@ -1,8 +1,8 @@
 """Mutation operators of the proposers that have no model: which values they try.
 
-Data: one entry a field of the scaffold, with the values or the range that random search
-and TPE draw from. All are general: no operator names a task, a tool or an environment
-(`'*'` is every tool). Ranges are cut to the job's bounds when they are drawn.
+Data: one entry a field of the scaffold, with the values or the range from which random
+search, TPE and the analyst choose. All are general: no operator names a task, a tool or
+an environment (`'*'` is every tool). Ranges are cut to the job's bounds.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class Range:
 
 Operator = Options | Range
 
-_LAST_TURN = """def act(episode):
+LAST_TURN = """def act(episode):
   if episode["turns_left"] == 1:
     return {"message": "This is your last turn: answer now."}
   return None
 """
-_AFTER_ERROR = """def act(episode):
+AFTER_ERROR = """def act(episode):
   results = episode["turns"][-1]["results"]
   if results and all(r.startswith("error:") for r in results):
     return {"message": "Read the error, and change the call."}
   return None
 """
-_REPEATED_CALL = """def act(episode):
+REPEATED_CALL = """def act(episode):
   turns = episode["turns"]
   calls = turns[-1]["calls"]
   if calls and any(t["calls"] == calls for t in turns[:-1]):
     return {"message": "You have made this call before."}
   return None
 """
-_COOLER_AFTER_ERROR = """def act(episode):
+COOLER_AFTER_ERROR = """def act(episode):
   results = episode["turns"][-1]["results"]
   if results and all(r.startswith("error:") for r in results):
     return {"temperature": 0.3}
@@ -123,7 +123,7 @@ OPERATORS: tuple[Operator, ...] = (
     ),
   ),
   Options('loops.temperature', (0.3, 0.7, 1.0, 1.3)),
-  Options('rules', ('', _LAST_TURN, _AFTER_ERROR, _REPEATED_CALL, _COOLER_AFTER_ERROR)),
+  Options('rules', ('', LAST_TURN, AFTER_ERROR, REPEATED_CALL, COOLER_AFTER_ERROR)),
 )
 
 

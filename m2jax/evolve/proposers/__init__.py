@@ -4,6 +4,7 @@
   same           none: A/A rounds, which measure the rate of false keeps
   random_search  one to three operators of `m2jax.evolve.operators`, drawn at random
   tpe            tree-structured Parzen estimator over the same operators (optuna)
+  analyst        rules that read failing trajectories, and combine what looked better
   model          a model by URL, which answers with a JSON object
   gepa           a model by URL, asked by GEPA's reflective mutation for one text
 
