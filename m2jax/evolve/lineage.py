@@ -173,6 +173,7 @@ class Lineage:
         line['decision'],
         line['reason'],
         proposal['note'],
+        line.get('pairs', 0),
       )
     )
     self.current, self.looks = {}, []

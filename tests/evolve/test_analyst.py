@@ -83,8 +83,9 @@ def start(values=START.values):
 
 def attempt(number, changes, effect, decision='revert', pairs=64, parent=0):
   values = START.changed(changes).values
-  reason = f'hopeless: {effect:+.3f} in {pairs} pairs, …'
-  return Attempt(number, parent, values, changes, 0.4, effect, decision, reason)
+  return Attempt(
+    number, parent, values, changes, 0.4, effect, decision, 'hopeless', '', pairs
+  )
 
 
 def view(*failures, attempts=(), parent=START, node=0, bounds=BOUNDS, number=1):

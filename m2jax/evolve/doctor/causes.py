@@ -24,7 +24,12 @@ _OPTIMIZER = {
   'more_sft': 'more_sft.optimizer',
   'rl': 'rl.optimizer',
 }
-_STEP = {'sft': 'sft.step', 'more_sft': 'sft.step', 'rl': 'rl.learner.step'}
+_STEP = {
+  'pretrain': 'pretrain.step',
+  'sft': 'sft.step',
+  'more_sft': 'sft.step',
+  'rl': 'rl.learner.step',
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Attempt:
     values: all of its fields; None if it was rejected before its evaluation.
     changes: what it changed in its parent.
     score: mean development score, None without an evaluation.
-    effect: mean difference from the incumbent of its round.
+    effect: mean difference from the incumbent of its round, of `pairs` attempts.
     decision, reason: what the loop decided, and why.
     note: the proposer's.
   """
@@ -62,6 +62,7 @@ class Attempt:
   decision: str
   reason: str
   note: str = ''
+  pairs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

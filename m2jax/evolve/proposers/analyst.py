@@ -28,7 +28,6 @@ import collections
 import dataclasses
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +43,6 @@ _DEVIATION = 0.35  # of a draw after one pair: half of that of a pair's differen
 _UNTRIED = 0.005  # what a field is assumed to be worth before it is tried
 _RUNGS = 6  # steps from one end of a range to the other
 _LINES = 10  # of each part of the memory
-_PAIRS = re.compile(r'in (\d+) pairs')
 _OPERATORS = {operator.field: operator for operator in operators.OPERATORS}
 
 # Fields without effect unless one of others is set.
@@ -145,7 +143,7 @@ class Known:
       before = {} if a.parent is None else tried[a.parent]
       tried[a.round] = {**before, **a.changes} if a.values is None else a.values
       own = sorted(_added(tried[a.round], incumbent)) if incumbent else []
-      effect, n = a.effect or 0.0, _pairs(a)
+      effect, n = a.effect or 0.0, a.pairs
       if a.reason.startswith('effort'):
         effect = min(effect, 0.0)  # it is better by effort, which is never kept
       if not incumbent or a.decision == gate.KEEP:
@@ -166,11 +164,6 @@ class Known:
     best = max(better, key=lambda own: sum(worth[x] for x in own), default=[])
     found = weaknesses.weighed(view.failures)
     return cls(found, tried, dict(worth), pairs, best, frozenset(gone))
-
-
-def _pairs(attempt: Attempt) -> int:
-  found = _PAIRS.search(attempt.reason)
-  return int(found[1]) if found else 0
 
 
 def _added(values: Values, before: Values) -> set[Atom]:
