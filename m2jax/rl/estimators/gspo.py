@@ -1,7 +1,7 @@
 """GSPO: PPO's clipped surrogate with the importance ratio of whole sequences.
 
-arXiv:2507.18071 §4, in the form of its GSPO-token, with the same value and gradient
-where Â is that of the sequence:
+arXiv:2507.18071 §4, in the form of its GSPO-token, which has the same value and
+gradient where Â is that of the sequence:
 
   J = 1/G Σ_i 1/|y_i| Σ_t min(s_{i,t} Â_{i,t}, clip(s_{i,t}, 1 − ε_low, 1 + ε_high)
       Â_{i,t}),  s_{i,t} = sg(s_i) · π/sg(π),  s_i = exp(1/|y_i| Σ_t log π/π_old).
