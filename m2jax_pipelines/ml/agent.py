@@ -1,6 +1,6 @@
 """The agent `draft_improve`: drafts programs, debugs failed ones, improves the best.
 
-The search of AIDE (arXiv 2502.13138; docs/facts/pipelines.md §7): a tree whose nodes
+The search of AIDE (arXiv 2502.13138, and its package aideml 0.2.2): a tree whose nodes
 are whole programs. A step is a draft until there are `drafts`; then, with a
 probability, the repair of a program that failed, and otherwise a change of the best
 one. A program prints its own validation score; the model never sees the task's labels.
@@ -54,7 +54,7 @@ class Config(AgentConfig):
 
   Attributes:
     drafts: programs that are written from nothing.
-    debug_probability: of a repair, if a program failed.
+    debug_probability: probability of a repair, if a program failed.
     max_debug_depth: repairs in a row.
     steps: programs in all; the task's tool calls limit them too.
     script_s: elapsed time of a program.
