@@ -54,7 +54,8 @@ class Config(AgentConfig):
 
   Attributes:
     drafts: programs that are written from nothing.
-    debug_probability: probability of a repair, if a program failed.
+    debug_probability: probability that a program that failed is repaired, if there is
+      one.
     max_debug_depth: repairs in a row.
     steps: programs in all; the task's tool calls limit them too.
     script_s: elapsed time of a program.
