@@ -200,10 +200,9 @@ def test_failures_that_a_candidate_causes_are_no_gain(tmp_path):
         return found
       return [r if r.score else Result(None, 'infrastructure') for r in found]
 
-  state = ran(
-    tmp_path / 'a', simulated.script({'system': 'x'}), 1, evaluator=Breaking()
-  )
-  assert decisions(state) == ['revert'] and state.attempts[1].effect == 0
+  script = simulated.script({'system': 'x', 'sampling.temperature': 1.5})
+  state = ran(tmp_path / 'a', script, 1, evaluator=Breaking())
+  assert decisions(state) == ['revert'] and state.attempts[1].effect < -0.1
 
   class Down(simulated.Evaluator):
     def run(self, one, specs, seeds):
