@@ -16,32 +16,27 @@ CONDITION is phase=rl|eval, family, end_reason, outcome, flag, least_s, most_s,
 least_reward, most_reward, step, rows=FIRST-LAST and text, each of which may be absent.
 run=other is the run that is compared; it is only read.
 
-All but the page need the run's key `view` as `Authorization: Bearer KEY`, which allows
-nothing else; links have it behind a `#`, which browsers do not send. Requests with a
-foreign Host (DNS rebinding), an unknown field or a body above a few kB are rejected
-before they are processed. Database queries run one at a time in a separate thread, so
-that viewers do not slow the run's gateway down.
+`guard` says who may ask. A request with an unknown field or a body above a few kB is
+rejected before it is processed.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import functools
-import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import fastapi
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse
 
-from m2jax.gateway import fields, hosts
+from m2jax.gateway import fields
 from m2jax.gateway.errors import ApiError, invalid, too_large
-from m2jax.gateway.receiving import Bodies, Disconnected, authorise
+from m2jax.gateway.receiving import Bodies, Disconnected
 from m2jax.pool.pages import Condition
 from m2jax.viewer import page
 from m2jax.viewer.annotations import FLAGS
+from m2jax.viewer.guard import Guard, integer, known
 from m2jax.viewer.run import Run
 
 _BODY_BYTES = 64 << 10
@@ -60,12 +55,6 @@ _CONDITION = {
   'text',
 }
 _CONDITION |= {*_BOUNDS}
-_NOT_CACHED = {
-  'cache-control': 'no-store',
-  'x-content-type-options': 'nosniff',
-  'referrer-policy': 'no-referrer',
-  'cross-origin-resource-policy': 'same-origin',
-}
 
 
 def add_routes(
@@ -87,17 +76,10 @@ def add_routes(
     more: further names of the server.
     other: a run to compare it with.
   """
-  threads = concurrent.futures.ThreadPoolExecutor(1, 'viewer')
-  names, addresses = hosts.names(host, more), not hosts.is_loopback(host)
+  guard = Guard(key, host, more)
   bodies = Bodies(16 * _BODY_BYTES)
-  html = page.live()
-
-  def check_host(request: fastapi.Request) -> None:
-    hosts.check(request.headers.get('host', ''), names, addresses)
-
-  def checked(request: fastapi.Request) -> None:
-    check_host(request)
-    authorise(request.scope, key)
+  checked, answer = guard.check, guard.answer
+  guard.add_page(app, page.live())
 
   def which(given) -> Run:
     if (name := given.get('run', '')) not in ('', 'other'):
@@ -106,53 +88,37 @@ def add_routes(
       raise ApiError(404, 'no run is compared: --compare', code='not_found')
     return other if name else run
 
-  async def answer(function: Callable[[], Any]) -> Response:
-    def work() -> bytes | None:
-      found = function()
-      return None if found is None else _json(found)
-
-    loop = asyncio.get_running_loop()
-    if (found := await loop.run_in_executor(threads, work)) is None:
-      raise ApiError(404, 'the run has none of that name', code='not_found')
-    return Response(found, media_type='application/json', headers=_NOT_CACHED)
-
-  @app.get('/view')
-  async def show(request: fastapi.Request):
-    check_host(request)
-    headers = {'content-security-policy': html.policy, 'x-frame-options': 'DENY'}
-    return HTMLResponse(html.text, headers=_NOT_CACHED | headers)
-
   @app.get('/view/api/run')
   async def summary(request: fastapi.Request):
     checked(request)
-    chosen = which(_known(request.query_params, {'run'}))
+    chosen = which(known(request.query_params, {'run'}))
     compared = other.title if other else ''
     return await answer(lambda: chosen.summary() | {'compared': compared})
 
   @app.get('/view/api/list')
   async def listed(request: fastapi.Request):
     checked(request)
-    given = _known(request.query_params, _CONDITION | {'before'})
+    given = known(request.query_params, _CONDITION | {'before'})
     where, before = _condition(given, run), given.get('before')
-    before = None if before is None else _integer(before, 'before')
+    before = None if before is None else integer(before, 'before')
     return await answer(lambda: vars(run.reader.page(where, before)))
 
   @app.get('/view/api/histogram')
   async def histogram(request: fastapi.Request):
     checked(request)
-    where = _condition(_known(request.query_params, _CONDITION), run)
+    where = _condition(known(request.query_params, _CONDITION), run)
     return await answer(functools.partial(run.reader.histogram, where))
 
   @app.get('/view/api/curves')
   async def curves(request: fastapi.Request):
     checked(request)
-    _known(request.query_params, ())
+    known(request.query_params, ())
     return await answer(run.curves)
 
   @app.get('/view/api/tasks')
   async def tasks(request: fastapi.Request):
     checked(request)
-    given = _known(request.query_params, _CONDITION | {'run'})
+    given = known(request.query_params, _CONDITION | {'run'})
     chosen = which(given)
     where = _condition(given, chosen)
     return await answer(functools.partial(chosen.reader.tasks, where))
@@ -160,7 +126,7 @@ def add_routes(
   @app.get('/view/api/task')
   async def of_task(request: fastapi.Request):
     checked(request)
-    given = _known(request.query_params, _CONDITION | {'run', 'task'})
+    given = known(request.query_params, _CONDITION | {'run', 'task'})
     chosen, task = which(given), given.get('task', '')
     where = _condition(given, chosen)
     if len(task) > _TASK_CHARS:
@@ -174,7 +140,7 @@ def add_routes(
   @app.get('/view/api/group/{item}')
   async def group(request: fastapi.Request, item: str):
     checked(request)
-    index = _integer(item, 'item')
+    index = integer(item, 'item')
     return await answer(functools.partial(run.bundles.group, index))
 
   @app.get('/view/api/session/{session:path}')
@@ -210,13 +176,6 @@ def add_routes(
     return await answer(work)
 
 
-def _known(given, names: Collection[str]):
-  """The parameters; raises ApiError if one is not among the names."""
-  if unknown := set(given) - set(names):
-    raise invalid('unknown parameter', sorted(unknown)[0])
-  return given
-
-
 def _condition(given, run: Run) -> Condition:
   if (outcome := given.get('outcome', '')) not in _OUTCOMES:
     raise invalid(f'must be one of {sorted(filter(None, _OUTCOMES))}', 'outcome')
@@ -235,25 +194,15 @@ def _condition(given, run: Run) -> Condition:
       family=given.get('family') or None,
       end_reason=given.get('end_reason') or None,
       success=_OUTCOMES[outcome],
-      first_row=_integer(first, 'rows') if rows else None,
-      last_row=_integer(last, 'rows') if rows else None,
-      step=_integer(step, 'step') if step else None,
+      first_row=integer(first, 'rows') if rows else None,
+      last_row=integer(last, 'rows') if rows else None,
+      step=integer(step, 'step') if step else None,
       sessions=flagged,
       text=text,
       **{name: _number(given.get(name), name) for name in _BOUNDS},
     )
   except ValueError as error:
     raise invalid(str(error), 'phase') from error
-
-
-def _integer(text: str, name: str) -> int:
-  try:
-    value = int(text)
-  except ValueError as error:
-    raise invalid('must be an integer', name) from error
-  if not 0 <= value < 2**63:
-    raise invalid('out of range', name)
-  return value
 
 
 def _number(text: str | None, name: str) -> float | None:
@@ -277,7 +226,3 @@ def _note(body: bytearray) -> dict[str, Any]:
     if name not in found:
       raise invalid('must be there', name)
   return found
-
-
-def _json(value: Any) -> bytes:
-  return json.dumps(value, separators=(',', ':')).encode()

@@ -64,13 +64,13 @@ def write(
   temporary = path.with_name(path.name + '.new')
   total = max(1, len(items) + len(chunks))
   with open(temporary, 'w', encoding='utf-8') as out:
-    out.write(html.head + _element('index', index) + html.script)
+    out.write(html.head + element('index', index) + html.script)
     for done, (item, *_) in enumerate(items):
-      out.write(_element(f'group-{item}', _noted(run, run.bundles.group(item), noted)))
+      out.write(element(f'group-{item}', _noted(run, run.bundles.group(item), noted)))
       on_progress((done + 1) / total)
     for done, sessions in enumerate(chunks):
       bundle = _noted(run, run.bundles.sessions(sessions), noted)
-      out.write(_element(f'eval-{done}', bundle))
+      out.write(element(f'eval-{done}', bundle))
       on_progress((len(items) + done + 1) / total)
     out.write(page.TAIL)
     size = out.tell()
@@ -97,7 +97,8 @@ def _noted(run: Run, bundle: dict[str, Any] | None, noted: dict[str, int]):
   return bundle | {'annotations': {s: run.annotations.of(s) for s in sessions}}
 
 
-def _element(name: str, value: Any) -> str:
+def element(name: str, value: Any) -> str:
+  """A value as an element of the page, which `unpack` in data.js reads."""
   packed = gzip.compress(json.dumps(value, separators=(',', ':')).encode(), 6)
   text = base64.b64encode(packed).decode()
   # Base64 has no character that could end the element.

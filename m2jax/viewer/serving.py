@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import socket
 import urllib.parse
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import fastapi
 from starlette.exceptions import HTTPException
@@ -56,11 +56,24 @@ def _own_address(unspecified: str) -> str:
     return own
 
 
-@contextlib.contextmanager
 def serving(
   run: Run, key: str, port: int = 0, other: Run | None = None
+) -> contextlib.AbstractContextManager[str]:
+  """Serves the page of a run; see `listening`. `other`: see `api.add_routes`."""
+  add = lambda app, host: api.add_routes(app, run, key, host, other=other)
+  return listening(add, key, port)
+
+
+@contextlib.contextmanager
+def listening(
+  add_routes: Callable[[fastapi.FastAPI, str], None], key: str, port: int = 0
 ) -> Iterator[str]:
-  """Serves the page alone on loopback; yields its link. `other`: see `api.add_routes`.
+  """Serves a page alone on loopback; yields its link.
+
+  Args:
+    add_routes: adds them to an application that listens at an address.
+    key: the key of the link.
+    port: where to listen; 0: a free port.
 
   Raises:
     OSError: the port is in use.
@@ -76,7 +89,7 @@ def serving(
     return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), 404)
 
   settings = GatewayConfig(port=port, max_connections=64)
-  api.add_routes(app, run, key, settings.host, other=other)
+  add_routes(app, settings.host)
   listener = Listener('viewer', app, settings, Counters())
   listener.start()
   try:

@@ -1,6 +1,11 @@
 // State, keyboard and layout.
 
 const POLL_MS = 3000;
+const START = { group: '', session: '', tab: '', phase: 'rl', outcome: '', family: '', end_reason: '',
+  stage: '', step: '', flag: '', least_s: '', most_s: '', least_reward: '', most_reward: '', text: '',
+  stage_b: '', task: '' }; // the last two: see compare.js
+const PHASES = ['rl', 'eval', 'curves', 'compare'];
+const SELECTED = ['group', 'session'];
 const TABS = {
   group: [['tree', 'Prefix tree'], ['timeline', 'Timeline'], ['members', 'Side by side']],
   trajectory: [['transcript', 'Transcript'], ['tokens', 'Tokens'], ['tree', 'Branches'],

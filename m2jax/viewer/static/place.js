@@ -1,10 +1,6 @@
-// The place in the run: selection, tab, phase and filters. The fragment of the address has
+// The place in the run: selection, tab, phase and filters, with the names of START. The fragment of the address has
 // what differs from the start, so that a link, a reload and Back lead to it.
 
-const START = { group: '', session: '', tab: '', phase: 'rl', outcome: '', family: '', end_reason: '',
-  stage: '', step: '', flag: '', least_s: '', most_s: '', least_reward: '', most_reward: '', text: '',
-  stage_b: '', task: '' }; // the last two: see compare.js
-const PHASES = ['rl', 'eval', 'curves', 'compare'];
 const SETTLED_MS = 40; // what a held key passes is neither read nor in the history
 const ADDRESS = location.href.split('#')[0];
 const NARROW = matchMedia('(max-width: 60rem)'); // as in view.css: one column
@@ -18,7 +14,7 @@ function readPlace() {
     history.replaceState(null, '', ADDRESS + (String(given) && `#${given}`));
   }
   const place = Object.fromEntries(Object.entries(START).map(([name, value]) => [name, given.get(name) ?? value]));
-  return { ...place, phase: PHASES.includes(place.phase) ? place.phase : 'rl' };
+  return { ...place, phase: PHASES.includes(place.phase) ? place.phase : PHASES[0] };
 }
 
 // A new entry of the history for a new selection, unless the page itself made the first.
@@ -27,8 +23,8 @@ function writePlace(place) {
   const said = Object.entries(place).filter(([name, value]) => value !== START[name]);
   const link = said.length ? `#${new URLSearchParams(said)}` : '';
   if (link === location.hash) return;
-  const moved = ['group', 'session', 'phase', 'task'].some((name) => before[name] !== place[name]);
-  const first = !NARROW.matches && before.phase === place.phase && !before.group && !before.session;
+  const moved = [...SELECTED, 'phase', 'task'].some((name) => before[name] !== place[name]);
+  const first = !NARROW.matches && before.phase === place.phase && !SELECTED.some((name) => before[name]);
   history[moved && !first ? 'pushState' : 'replaceState'](null, '', ADDRESS + link);
 }
 
