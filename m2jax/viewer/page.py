@@ -36,9 +36,9 @@ TRAJECTORIES = Parts(
   'trajectories',
   ('view.css',),
   (
-    'data.js', 'place.js', 'color.js', 'tokens.js', 'transcript.js', 'timeline.js',
-    'tree.js', 'list.js', 'histogram.js', 'curves.js', 'members.js', 'compare.js',
-    'app.js',
+    'data.js', 'place.js', 'frame.js', 'color.js', 'tokens.js', 'transcript.js',
+    'timeline.js', 'tree.js', 'list.js', 'histogram.js', 'curves.js', 'members.js',
+    'compare.js', 'app.js',
   ),
 )  # fmt: skip
 

@@ -153,12 +153,6 @@ function Head({ entry, bundle, summary }) {
     <p class="task">${printable(t?.task ?? '')}<br />${row.session}</p></header>`;
 }
 
-// Whether the job works, or what the page last heard of it.
-function Status({ problem, status }) {
-  const shown = problem || (source.live || status !== 'live' ? status : 'written while it was live');
-  return html`<span class=${`status ${problem ? 'off' : status}`} role="status">${shown}</span>`;
-}
-
 function Help({ onClose }) {
   const ref = useRef();
   useLayoutEffect(() => ref.current.focus(), []);  // before the next key
@@ -166,15 +160,6 @@ function Help({ onClose }) {
   return html`<div class="veil" onClick=${onClose}><div class="help" role="dialog" aria-modal="true"
     aria-label="Keys" tabindex="-1" ref=${ref} onKeyDown=${stay} onClick=${(e) => e.stopPropagation()}><h2>Keys</h2>
     <dl>${KEYS.map(([key, what]) => html`<dt><kbd>${key}</kbd></dt><dd>${what}</dd>`)}</dl></div></div>`;
-}
-
-function KeyForm({ problem, retry }) {
-  const [key, setKey] = useState('');
-  const send = (event) => { event.preventDefault(); source.key = key; retry(); };
-  return html`<form class="keyform" onSubmit=${send}><p role="alert">${problem}</p>
-    <p>The key is in WORKDIR/keys/view; a link that a job prints on a terminal has it.</p>
-    <input type="password" aria-label="Key" value=${key} onInput=${(e) => setKey(e.target.value)} />
-    <button>Open</button></form>`;
 }
 
 // With the focus on the right, arrow keys scroll.

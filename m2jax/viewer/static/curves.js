@@ -1,7 +1,6 @@
 // Curves of metrics.jsonl. Each point is a link to the trajectories behind it.
 
 const CHART = 170, MARGIN = { left: 46, right: 10, top: 10, bottom: 22 };
-const percent = (share) => `${(100 * share).toFixed(1).replace(/\.0$/, '')} %`;
 const rounded = (value) => String(Number(value.toPrecision(3)));
 
 // Points of a column of the training steps: [step, reward, success].

@@ -29,17 +29,6 @@ function conditionOf(edges, a, b) {
     most_reward: last < edges.length - 2 ? String(edges[last + 1]) : '' };
 }
 
-// What a source answers, asked again when one of `changes` is another.
-function useAnswer(ask, changes) {
-  const [found, setFound] = useState({});
-  useEffect(() => {
-    let current = true;
-    ask().then((value) => current && setFound({ value }), (error) => current && setFound({ error }));
-    return () => { current = false; };
-  }, changes);
-  return found;
-}
-
 function Histogram({ summary, condition, go }) {
   const asked = { ...rowsOf(condition, summary), ...NO_RANGE, text: '' };
   const evaluation = condition.phase === 'eval';

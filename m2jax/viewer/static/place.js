@@ -1,5 +1,5 @@
-// The place in the run: selection, tab, phase and filters, with the names of START. The fragment of the address has
-// what differs from the start, so that a link, a reload and Back lead to it.
+// The place in the run: selection, tab, phase and filters, with the names of START. The
+// fragment of the address has what differs from it, so that a link, a reload and Back work.
 
 const SETTLED_MS = 40; // what a held key passes is neither read nor in the history
 const ADDRESS = location.href.split('#')[0];

@@ -2,17 +2,6 @@
 
 const LANE = 26, LEFT = 92;
 
-// The width of an element in pixels, so that text in a drawing keeps its size.
-function useWidth() {
-  const ref = useRef(), [width, setWidth] = useState(0);
-  useEffect(() => {
-    const watch = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
-    watch.observe(ref.current);
-    return () => watch.disconnect();
-  }, []);
-  return [ref, width];
-}
-
 function Timeline({ bundle, sessions, onOpen }) {
   const lanes = sessions.map((session) => {
     const t = bundle.trajectories.find((x) => x.session === session);
