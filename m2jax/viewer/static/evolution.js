@@ -79,7 +79,7 @@ function Rounds({ rows, place, go, select, selected }) {
     <div class="tools" role="search"><span class="choices" role="group" aria-label="Shown rounds">${FILTERS.map(([name, label]) => html`<button key=${name} aria-pressed=${place.shown === name}
       onClick=${() => go({ shown: name })}>${label} <span class="soft">${counted(rounds.filter((row) => matchesShown(row, name)).length)}</span></button>`)}</span>
       <input type="search" aria-label="Search notes and reasons" placeholder="Search notes, reasons" maxlength="200" value=${place.text} onInput=${(e) => go({ text: e.target.value })} /></div>
-    <div class="wide"><table class="rounds"><thead><tr><th>round</th><th>decision</th><th>score</th><th>effect</th><th>evidence</th><th>parent</th><th>note and reason</th></tr></thead>
+    <div class="wide all" tabindex="0" role="region" aria-label="Rounds"><table class="rounds"><thead><tr><th>round</th><th>decision</th><th>score</th><th>effect</th><th>evidence</th><th>parent</th><th>note and reason</th></tr></thead>
     <tbody>${page.map((row) => html`<tr key=${row.round} class=${row.round === selected ? 'on' : ''} onClick=${() => select(row.round)}>
       <td><button class="link" aria-label=${`round ${row.round}`} aria-pressed=${row.round === selected}>${row.round}</button></td>
       <td><i class=${`dot ${row.decision || 'open'}`} /> ${verdictOf(row)}</td><td>${row.mean == null ? '' : `${percent(row.mean)} `}${row.mean != null && html`<span class="soft">/${row.n}</span>`}</td>

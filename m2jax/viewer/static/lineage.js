@@ -1,9 +1,9 @@
 // The lineage as a graph: rounds from left to right, each below the parent that it changes.
 // A parent has a lane from its own round to its last child's; other rounds hang from it.
 
-const GRAPH = { step: 12, lane: 34, hang: 15, left: 18, top: 16 };
+const GRAPH = { least: 12, most: 48, lane: 30, hang: 14, left: 18, top: 16 };
 
-// Of each round the lane that it is on, or hangs from, and the number of lanes.
+// Of each round its lane, -1 without one, and its last child; and the number of lanes.
 function lanesOf(rows) {
   const last = rows.map(() => -1), lane = rows.map(() => -1), until = [];
   for (const { round, parent } of rows) if (parent != null) last[parent] = round;
@@ -13,7 +13,7 @@ function lanesOf(rows) {
     if (free < 0) free = until.length;
     [lane[round], until[free]] = [free, Math.max(last[round], round)];
   }
-  return { lane, lanes: until.length };
+  return { lane, last, lanes: until.length };
 }
 
 // The rounds from the start to a node, by parents.
@@ -24,26 +24,33 @@ function pathTo(rows, round) {
 }
 
 function Lineage({ rows, summary, selected, select }) {
-  const box = useRef(), [view, setView] = useState([0, 2000]), [over, setOver] = useState(null);
-  const { lane, lanes } = useMemo(() => lanesOf(rows), [rows]);
+  const [box, room] = useWidth(), [view, setView] = useState([0, 2000]), [over, setOver] = useState(null);
+  const { lane, last, lanes } = useMemo(() => lanesOf(rows), [rows]);
   const kept = useMemo(() => pathTo(rows, summary.incumbent[0]), [rows, summary.incumbent[0]]);
   const own = useMemo(() => pathTo(rows, over ?? selected), [rows, over, selected]);
-  const x = (round) => GRAPH.left + round * GRAPH.step;
+  const step = Math.min(Math.max((room - 3 * GRAPH.left) / rows.length, GRAPH.least), GRAPH.most);
+  const x = (round) => GRAPH.left + round * step;
   const y = (round) => { const { parent } = rows[round];
     return GRAPH.top + GRAPH.lane * (lane[round] >= 0 ? lane[round] : lane[parent]) + (lane[round] >= 0 ? 0 : GRAPH.hang); };
-  const width = x(rows.length) + GRAPH.left, height = GRAPH.top * 2 + GRAPH.lane * Math.max(lanes - 1, 0) + GRAPH.hang;
+  const width = x(rows.length - 1) + GRAPH.left, height = GRAPH.top * 2 + GRAPH.lane * Math.max(lanes - 1, 0) + GRAPH.hang;
   const look = () => { const { scrollLeft, clientWidth } = box.current; setView([scrollLeft - 400, scrollLeft + clientWidth + 400]); };
   useLayoutEffect(() => {
     const { scrollLeft, clientWidth } = box.current, at = x(selected ?? 0);
     if (at < scrollLeft + 20 || at > scrollLeft + clientWidth - 20) box.current.scrollLeft = at - clientWidth / 2;
+    const { scrollTop, clientHeight } = box.current, down = y(selected ?? 0);
+    if (down < scrollTop || down > scrollTop + clientHeight - 20) box.current.scrollTop = down - clientHeight / 2;
     look();
-  }, [selected, rows.length]);
+  }, [selected, rows.length, room]);
   const shown = rows.filter((row) => x(row.round) >= view[0] && x(row.round) <= view[1]);
+  const crosses = (from, to) => x(from) <= view[1] && x(to) >= view[0];
   const path = ({ round, parent }) => {
-    const [x0, y0, x1, y1] = [x(parent), GRAPH.top + GRAPH.lane * lane[parent], x(round), y(round)];
-    return y0 === y1 ? `M${x0},${y0}H${x1}` : `M${x0},${y0}H${Math.max(x0, x1 - GRAPH.step / 2 - 2)}L${x1},${y1}`;
+    const [x0, y0, x1, y1] = [x(parent), y(parent), x(round), y(round)];
+    return y0 === y1 ? `M${x0},${y0}H${x1}` : `M${x0},${y0}H${Math.max(x0, x1 - GRAPH.least / 2 - 2)}L${x1},${y1}`;
   };
-  const edges = shown.filter((row) => row.parent != null);
+  // One line of a parent for all of its children, and from there one to each.
+  const rails = rows.filter(({ round }) => last[round] >= 0 && crosses(round, last[round]));
+  const drop = ({ round, parent }) => `M${Math.max(x(parent), x(round) - GRAPH.least / 2 - 2)},${y(parent)}L${x(round)},${y(round)}`;
+  const marked = rows.filter((row) => row.parent != null && (kept.has(row.round) || own.has(row.round)) && crosses(row.parent, row.round));
   const of = (row) => (own.has(row.round) ? 'own' : '') + (kept.has(row.round) ? ' kept' : '');
   const onKey = (event) => {
     const child = rows.findIndex((row) => row.parent === selected);
@@ -59,13 +66,14 @@ function Lineage({ rows, summary, selected, select }) {
     <div class="lineage" ref=${box} onScroll=${look} onKeyDown=${onKey} tabindex="0" role="listbox" aria-label="Rounds: arrow keys move, up to the parent, down to the first child; Enter reads"
       aria-activedescendant=${shown.some((row) => row.round === selected) ? `node-${selected}` : undefined}>
       <svg width=${width} height=${height} role="presentation">
-        ${edges.filter((row) => !kept.has(row.round)).map((row) => html`<path key=${row.round} class=${`edge ${of(row)}`} d=${path(row)} />`)}
-        ${rows.filter((row) => kept.has(row.round) && row.parent != null && x(row.parent) <= view[1] && x(row.round) >= view[0])
-          .map((row) => html`<path key=${`k${row.round}`} class=${`edge ${of(row)}`} d=${path(row)} />`)}
+        ${rails.map(({ round }) => html`<path key=${`r${round}`} class="edge"
+          d=${`M${x(round)},${y(round)}H${x(last[round]) - (lane[last[round]] === lane[round] ? 0 : GRAPH.least / 2 + 2)}`} />`)}
+        ${shown.filter((row) => row.parent != null).map((row) => html`<path key=${`d${row.round}`} class="edge" d=${drop(row)} />`)}
+        ${marked.map((row) => html`<path key=${`m${row.round}`} class=${`edge ${of(row)}`} d=${path(row)} />`)}
         ${shown.map((row) => html`<g key=${row.round} id=${`node-${row.round}`} role="option" class=${`node ${of(row)}`} aria-selected=${row.round === selected}
           aria-label=${`round ${row.round}, ${WORDS[row.decision]}`} onClick=${() => select(row.round)}
           onMouseEnter=${() => setOver(row.round)} onMouseLeave=${() => setOver(null)}>
-          <rect x=${x(row.round) - GRAPH.step / 2} y=${y(row.round) - 8} width=${GRAPH.step} height="16" />
+          <rect x=${x(row.round) - step / 2} y=${y(row.round) - 8} width=${step} height="16" />
           ${row.round === selected && html`<circle class="ring" cx=${x(row.round)} cy=${y(row.round)} r="8" />`}
           <${Mark} row=${row} x=${x(row.round)} y=${y(row.round)} r=${row.decision === 'reject' ? 2.8 : 3.6} /></g>`)}
       </svg></div>

@@ -6,7 +6,7 @@ const KINDS = [['+++', 'file'], ['---', 'file'], ['@@', 'hunk'], ['+', 'add'], [
 
 function Diff({ text, label }) {
   if (!text) return null;
-  return html`<pre class="diff" tabindex="0" aria-label=${label}>${text.split('\n').map((line) => html`<span
+  return html`<pre class="diff" tabindex="0" aria-label=${label}>${text.replace(/\n$/, '').split('\n').map((line) => html`<span
     class=${(KINDS.find(([mark]) => line.startsWith(mark)) ?? [])[1]}>${line || ' '}</span>`)}</pre>`;
 }
 

@@ -25,8 +25,10 @@ function Scores({ rows, summary, selected, select }) {
   const [points, every] = useMemo(() => thinned(evaluated, Math.max(width / 4, 20)), [evaluated, width]);
   const second = summary.second.map((row) => ({ round: row[0], ...scoreOf(row) })).filter((row) => row.mean != null);
   const all = [...points, ...second];
-  const low = Math.floor(Math.min(1, ...all.map((p) => p.low)) * 10) / 10;
-  const high = Math.ceil(Math.max(0, ...all.map((p) => p.high)) * 10) / 10;
+  const [least, most] = [Math.min(1, ...all.map((p) => p.low)), Math.max(0, ...all.map((p) => p.high))];
+  const unit = [0.02, 0.05, 0.1].find((u) => most - least <= 5 * u) ?? 0.2;
+  const [low, high] = [Math.floor(least / unit + 1e-9) * unit, Math.ceil(most / unit - 1e-9) * unit];
+  const ticks = Array.from({ length: Math.round((high - low) / unit) + 1 }, (_, i) => low + i * unit);
   const last = Math.max(rows.length - 1, 1);
   const x = (v) => PLOT.left + (v / last) * (width - PLOT.left - PLOT.right);
   const y = (v) => PLOT.height - PLOT.bottom - ((v - low) / (high - low || 1)) * (PLOT.height - PLOT.top - PLOT.bottom);
@@ -44,7 +46,7 @@ function Scores({ rows, summary, selected, select }) {
       ${' '}time, over everything measured of it.${every > 1 ? ` Keeps are all shown, of other rounds one in ${every}.` : ''}</p>
     <div class="plot" ref=${ref}>${width > 0 && evaluated.length > 0 && html`<svg width=${width} height=${PLOT.height} onClick=${nearest}
       role="img" aria-label=${`Development score of ${evaluated.length} rounds; the table below has the values`}>
-      ${[0, 1, 2, 3, 4].map((i) => low + (i / 4) * (high - low)).map((v) => html`<line class="grid" x1=${PLOT.left} x2=${width - PLOT.right}
+      ${ticks.map((v) => html`<line class="grid" x1=${PLOT.left} x2=${width - PLOT.right}
         y1=${y(v)} y2=${y(v)} /><text x=${PLOT.left - 6} y=${y(v) + 4} text-anchor="end">${percent(v)}</text>`)}
       <text x=${PLOT.left} y=${PLOT.height - 6}>start</text>
       <text x=${width - PLOT.right} y=${PLOT.height - 6} text-anchor="end">round ${rows.length - 1}</text>
