@@ -24,6 +24,8 @@ from m2jax.evolve import config as config_lib
 from m2jax.evolve import lineage, proposers, record, scaffold
 from m2jax.evolve.evaluator import InProcess, Tokens
 from m2jax.evolve.loop import AlreadyOpened, EvaluationFailed, Loop
+from m2jax.evolve.page import serving as page
+from m2jax.evolve.page.source import Source
 from m2jax.evolve.trees import GitFailed
 from m2jax.forge.errors import RolloutsFailed
 from m2jax.forge.roles import in_process
@@ -84,6 +86,7 @@ def main():
     state = loop.run()
     loop.close()
   state.nodes[state.incumbent].scaffold.write(workdir / 'best')
+  page.write(Source(workdir), workdir / page.FILE_NAME)
   _report(state, workdir)
 
 

@@ -61,7 +61,7 @@ class Source:
       found = self._fold.summary()
       return found | {
         'title': self.title,
-        'status': 'finished' if found['sealed'] and status != 'live' else status,
+        'status': 'finished' if found['sealed'] else status,
         'identity': self._identity,
         'first': first,
         'rows': self._fold.rows[first:],
