@@ -49,10 +49,15 @@ class Source:
     self._final: tuple[int, dict[str, Any]] | None = None
 
   def page(self, after: int = 0, identity: str = '') -> dict[str, Any]:
-    """`Fold.summary` with title, status, and the rows from `after` on.
+    """`Fold.summary` with title, status and rows.
 
-    `identity`: of the record that the first rows are from; all rows of another one.
-    `reading`: the share that is read; below 1, ask again.
+    Args:
+      after: the number of rows that the caller has.
+      identity: that of the record which they are from.
+
+    Returns: also `rows`, those that are missing, of which `first` is the first: all of
+      them if the record is another one; and `reading`, the share of the file that is
+      read: below 1, ask again.
     """
     with self._lock:
       reading = self._read()
