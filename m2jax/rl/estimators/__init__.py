@@ -100,7 +100,7 @@ class EstimatorConfig:
     """
     raise NotImplementedError
 
-  def metrics(self, terms: terms_lib.Terms) -> dict[str, jax.Array]:
+  def metrics(self, terms: terms_lib.Terms) -> dict[str, Array]:
     """Off-policy metrics, sums over terms; see `terms.metrics`."""
     return terms_lib.metrics(terms.logprob, terms.old_logprob, terms.weight)
 
@@ -110,6 +110,7 @@ class EstimatorConfig:
     if self.reference_kl:
       loss += self.reference_kl * terms_lib.reference_kl(terms, self.kl_estimate)
     if self.entropy_bonus:
+      assert terms.entropy is not None  # an input (`inputs`)
       (entropy,) = terms_lib.masked(terms.weight, terms.entropy)
       loss -= self.entropy_bonus * (terms.weight * entropy)
     return loss

@@ -40,17 +40,19 @@ class Config(estimators.EstimatorConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    _check_bounds(**self._bounds)
+    _check_bounds(*self._bounds)
 
   @property
-  def _bounds(self) -> dict[str, float]:
-    return dict(is_weight_max=self.is_weight_max, is_weight_min=self.is_weight_min)
+  def _bounds(self) -> tuple[float, float]:
+    return self.is_weight_max, self.is_weight_min
 
   def loss(self, terms: terms_lib.Terms) -> Float[Array, '*M']:
-    return loss(*terms.of_tokens, **self._bounds)
+    most, least = self._bounds
+    return loss(*terms.of_tokens, is_weight_max=most, is_weight_min=least)
 
-  def metrics(self, terms: terms_lib.Terms) -> dict[str, jax.Array]:
-    return metrics(*terms.of_tokens, **self._bounds)
+  def metrics(self, terms: terms_lib.Terms) -> dict[str, Array]:
+    most, least = self._bounds
+    return metrics(*terms.of_tokens, is_weight_max=most, is_weight_min=least)
 
 
 def loss(

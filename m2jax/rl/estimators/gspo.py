@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import jax
 
+from m2jax.axes import Array, Float
 from m2jax.checks import require
 from m2jax.rl import ppo_clip
 from m2jax.rl import terms as terms_lib
@@ -49,13 +50,13 @@ class Config(ppo_clip.Config):
     super().__post_init__()
 
   @property
-  def needs(self) -> tuple[str, ...]:
-    return (self.sequence,)
+  def inputs(self) -> frozenset[str]:
+    return super().inputs | {self.sequence}
 
-  def loss(self, terms: terms_lib.Terms) -> jax.Array:
+  def loss(self, terms: terms_lib.Terms) -> Float[Array, '*M']:
     return super().loss(self._of_sequences(terms))
 
-  def metrics(self, terms: terms_lib.Terms) -> dict[str, jax.Array]:
+  def metrics(self, terms: terms_lib.Terms) -> dict[str, Array]:
     """Ratio and clipping are those of sequences, the rest is that of tokens."""
     found = super().metrics(self._of_sequences(terms))
     by_token = terms_lib.metrics(terms.logprob, terms.old_logprob, terms.weight)
