@@ -25,8 +25,6 @@ import dataclasses
 import pkgutil
 from typing import Any, ClassVar
 
-import jax
-
 from m2jax import kinds
 from m2jax.axes import Array, Float
 from m2jax.checks import require
