@@ -49,7 +49,7 @@ from m2jax.rl import learner
 from m2jax.train import chunks
 from m2jax.train import step as train_step
 
-OBJECTIVE = learner.objective
+OBJECTIVE = learner.Objective()
 STEP = train_step.StepConfig()
 # Unlike wall time, CPU time of this process hardly depends on other processes.
 CLOCKS = {'wall': time.monotonic, 'cpu': time.process_time}

@@ -193,7 +193,7 @@ FAULTS = (
     'low_cap',
     'clipping',
     'the cap of the ratio is below usual ratios',
-    config={'rl.learner.is_weight_max': 1.0},
+    config={'rl.learner.estimator.is_weight_max': 1.0},
   ),
   Fault(
     'tokenizer',

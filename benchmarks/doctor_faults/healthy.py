@@ -17,10 +17,14 @@ _SMALLER = {**_LARGER, 'model.num_layers': 1, 'model.embed_dim': 64}
 
 FAULTS = (  # without one; every list of runs has this name
   Healthy('cispo'),
-  Healthy('grpo', config={'rl.learner.algorithm': 'grpo'}),
-  Healthy('dapo', config={'rl.learner.algorithm': 'dapo'}),
-  Healthy('expert_iteration', config={'rl.learner.algorithm': 'expert_iteration'}),
-  Healthy('policy_gradient', config={'rl.learner.algorithm': 'policy_gradient'}),
+  Healthy('grpo', config={'rl.learner.estimator': dict(kind='grpo')}),
+  Healthy('dapo', config={'rl.learner.estimator': dict(kind='dapo')}),
+  Healthy(
+    'expert_iteration', config={'rl.learner.estimator': dict(kind='expert_iteration')}
+  ),
+  Healthy(
+    'policy_gradient', config={'rl.learner.estimator': dict(kind='policy_gradient')}
+  ),
   Healthy('adam', config=_ADAM),
   Healthy('larger_groups', config={'rl.group_size': 8, 'rl.steps': 56}),
   Healthy('more_groups', config={'rl.groups_per_step': 4, 'rl.steps': 56}),

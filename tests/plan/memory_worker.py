@@ -55,7 +55,7 @@ def chunked(plan, placed, where):
   placed = dataclasses.replace(placed, workload=load)
   planned = {p.name: p.arguments for p in programs.make(plan, placed, where)}
   cfg, passed = plan.model, {}
-  objective = learner.objective
+  objective = learner.Objective()
   parts = chunks.programs(cfg, objective, train_step.StepConfig(), where)
 
   def record(kind, result):
