@@ -37,7 +37,8 @@ from typing import Any
 import ml_collections
 
 from benchmarks import harness
-from configs import forge as forge_config
+from configs import evolve as evolve_config
+from configs import explore
 from experiments import common, evolve, fields
 from m2jax.evolve import config as config_lib
 from m2jax.evolve import lineage, record
@@ -50,7 +51,6 @@ from m2jax.sharding import ONE_DEVICE
 
 PROPOSERS = 'analyst', 'random_search', 'tpe'
 ARMS = (*PROPOSERS, 'same', 'baits', 'generation_2')
-AGENT = dict(kind='whitebox', max_tokens=96)
 # Written by hand after looking at failing development trajectories of seed 100.
 BY_HAND: Mapping[str, Any] = {
   'sampling.temperature': 0.3,
@@ -80,46 +80,22 @@ BAITS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def policy_config(seed: int, args) -> ml_collections.ConfigDict:
-  """The main job's config with a smaller model and exploring, without RL."""
-  c = forge_config.get_config()
+def policy_config(variant: str, seed: int, args) -> ml_collections.ConfigDict:
+  """The policy's job: SFT, or RL after it."""
+  c = explore.get_config(variant)
   c.seed = seed
-  c.model.update(num_layers=2, embed_dim=96, num_heads=6, num_kv_heads=2)
-  c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=96)
-  c.model.update(vocab_size=384, max_positions=1024, num_mtp_modules=0)
-  c.mesh.update(expert=1)
-  c.tasks = dict(kind='explore', places=(2, args.shown))
-  c.teacher = dict(kind='explore')
-  c.engine.update(slots=64, decode_rows=(16, 64), prefill_shapes=((8, 64),))
-  c.engine.update(context_tokens=args.context, contexts=(args.context,))
-  c.episodes.update(concurrency=64, agent=AGENT)
-  c.eval_tasks = c.dev_tasks = 0
-  c.sft.families = {}
-  c.sft.update(demonstrations=args.demonstrations, row_tokens=1024)
-  c.sft.update(tokens_per_step=4096)
-  c.sft.step.update(micro_rows=1)
-  c.sft.loop.update(steps=args.sft_steps, checkpoint_every=args.sft_steps)
-  c.sft.optimizer.schedule.update(
-    total_steps=args.sft_steps, decay_steps=args.sft_steps // 3
-  )
-  c.rl = None
-  return fields.complete(c, ForgeConfig)
+  if args.sft_steps:
+    c.sft.loop.update(steps=args.sft_steps, checkpoint_every=args.sft_steps)
+    c.sft.optimizer.schedule.update(total_steps=args.sft_steps)
+  return c
 
 
 def second_policy(seed: int, args, found: Scaffold) -> pathlib.Path:
   """RL of the main job with the agent that evolution found; returns its workdir."""
   workdir = args.workdir / f'policy_2-{seed}'
-  c = forge_config.get_config('expert_iteration')
-  rl = c.rl
-  c = policy_config(seed, args)
-  c.tasks.places = (2, args.places)
+  c = policy_config('rl', seed, args)
   c.start = str(args.workdir / f'policy-{seed}')
-  c.rl = rl
-  c.rl.update(steps=args.updates, dev_every=0, patience=0, partial_credit=0.0)
-  c.rl.update(checkpoint_every=args.updates)
-  c.rl.optimizer.schedule.update(
-    total_steps=args.updates, decay_steps=args.updates // 2
-  )
+  c.tasks.places = (2, args.places)
   built = common.build(ForgeConfig, fields.complete(c, ForgeConfig))
   agent = found.agent(built.episodes.agent)
   episodes = dataclasses.replace(built.episodes, agent=agent)
@@ -131,44 +107,33 @@ def lineage_config(
   arm: str, seed: int, args, policy: pathlib.Path, scaffold: str = ''
 ) -> config_lib.EvolveConfig:
   """The job `evolve` of one arm."""
-  job = policy_config(seed, args)
-  c = ml_collections.ConfigDict()
+  c = evolve_config.get_config('explore')
   c.checkpoint, c.scaffold = str(policy), scaffold
-  for name in ('engine', 'scheduler', 'gateway', 'episodes'):
-    c[name] = job[name]
-  c.tasks = dict(kind='explore', places=(args.shown, args.places))
-  tasks_seed = seed + (500 if arm == 'generation_2' else 0)
-  for name, split in dict(development='train', second='dev', sealed='held_out').items():
-    count = dict(development=2000, second=args.second, sealed=args.sealed)[name]
-    c[name] = dict(split=split, count=count, seed=tasks_seed)
-  c.loop = dict(
-    seed=seed,
-    budget=dict(rounds=args.rounds, failures=0),
-    gate=dict(looks=tuple(args.looks)),
-    bounds=(
-      ('max_tokens', 16, 192),
-      ('observation_bytes', 64, 1024),
-      ('context.tokens', 0, args.context),
-    ),
-  )
-  kind = 'analyst' if arm == 'generation_2' else arm
-  c.proposer = dict(kind=kind)
+  c.tasks.places = (explore.SHOWN, args.places)
+  for name in ('development', 'second', 'sealed'):
+    c[name].seed = seed + (500 if arm == 'generation_2' else 0)
+  c.second.count, c.sealed.count = args.second, args.sealed
+  c.loop.seed = seed
+  c.loop.budget.update(rounds=args.rounds, failures=0)
+  c.loop.gate.looks = tuple(args.looks)
+  c.proposer = dict(kind='analyst' if arm == 'generation_2' else arm)
   if arm == 'same':
-    c.loop.archive = dict(method='incumbent', allow_duplicates=True)
+    c.loop.archive.update(method='incumbent', allow_duplicates=True)
     c.loop.paired_seeds = False
   elif arm == 'baits':
     repeated = BAITS * -(-args.rounds // len(BAITS))
     c.proposer = dict(kind='scripted', script=repeated[: args.rounds])
-  return common.build(
-    config_lib.EvolveConfig, fields.complete(c, config_lib.EvolveConfig)
-  )
+  kind = config_lib.EvolveConfig
+  values = fields.complete(c, kind).to_dict()
+  del values['mesh']
+  return common.build(kind, values)
 
 
 def measure(arm: str, seed: int, args) -> dict[str, Any]:
   """One lineage, resumed if it was interrupted."""
   policy, scaffold = args.workdir / f'policy-{seed}', ''
   cpu_s = time.process_time()
-  run.run(common.build(ForgeConfig, policy_config(seed, args)), policy)
+  run.run(common.build(ForgeConfig, policy_config('', seed, args)), policy)
   if arm == 'generation_2':
     first = args.workdir / f'analyst-{seed}'
     state = lineage.fold(record.read(first / record.FILE_NAME))
@@ -264,12 +229,8 @@ def main() -> None:
   parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--rounds', type=int, default=100)
   parser.add_argument('--looks', type=int, nargs='+', default=[32, 64, 128, 256, 512])
-  parser.add_argument('--shown', type=int, default=5, help='places of demonstrations')
   parser.add_argument('--places', type=int, default=8, help='most, of the tasks')
-  parser.add_argument('--context', type=int, default=512, help='tokens')
-  parser.add_argument('--demonstrations', type=int, default=6000)
-  parser.add_argument('--sft_steps', type=int, default=1500)
-  parser.add_argument('--updates', type=int, default=16, help='of RL')
+  parser.add_argument('--sft_steps', type=int, default=0, help='0: of the config')
   parser.add_argument('--second', type=int, default=200, help='tasks')
   parser.add_argument('--sealed', type=int, default=400, help='tasks')
   parser.add_argument('--arms', nargs='+', default=ARMS)
