@@ -90,6 +90,14 @@ forge: setup
 	  --config=configs/forge.py --workdir=$(WORKDIR) \
 	  --config.episodes.backend=$(SANDBOX) $(ARGS)
 
+# A small policy, and ten rounds of its scaffold (docs/self_evolution.md).
+evolve: WORKDIR := workdir/evolve
+evolve: setup
+	$(BIN)/python -m experiments.forge --config=configs/explore.py:quick \
+	  --workdir=$(WORKDIR)/policy
+	$(BIN)/python -m experiments.evolve --config=configs/evolve.py:demo \
+	  --config.checkpoint=$(WORKDIR)/policy --workdir=$(WORKDIR)/rounds $(ARGS)
+
 # A few tasks of every pipeline that is found, each in a subfolder of WORKDIR.
 COUNT ?= 5
 forge-tasks: WORKDIR := workdir/tasks

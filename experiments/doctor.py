@@ -8,7 +8,7 @@
 
 Exit status: 0 without findings, 1 with findings, 2 for bad input. It writes nothing but
 findings.json (--write) and reruns (--verify, WORKDIR/verify-N), and starts nothing but
-these. docs/self_evolution.md lists what it detects.
+these. docs/run_doctor.md lists what it detects.
 """
 
 from __future__ import annotations
