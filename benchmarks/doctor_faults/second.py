@@ -277,9 +277,7 @@ FAULTS = (
     'GRPO with four passes has the clip range of GSPO, a five-hundredth of its own',
     config={
       'rl.updates_per_batch': 4,
-      'rl.learner.algorithm': 'grpo',
-      'rl.learner.clip_low': 3e-4,
-      'rl.learner.clip_high': 4e-4,
+      'rl.learner.estimator': dict(kind='grpo', clip_low=3e-4, clip_high=4e-4),
     },
   ),
   Fault(
