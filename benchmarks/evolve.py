@@ -95,7 +95,7 @@ def second_policy(seed: int, args, found: Scaffold) -> pathlib.Path:
   workdir = args.workdir / f'policy_2-{seed}'
   c = policy_config('rl', seed, args)
   c.start = str(args.workdir / f'policy-{seed}')
-  c.tasks.places = (2, args.places)
+  c.tasks.places = (2, explore.SHOWN + 3)
   built = common.build(ForgeConfig, fields.complete(c, ForgeConfig))
   agent = found.agent(built.episodes.agent)
   episodes = dataclasses.replace(built.episodes, agent=agent)
@@ -109,7 +109,6 @@ def lineage_config(
   """The job `evolve` of one arm."""
   c = evolve_config.get_config('explore')
   c.checkpoint, c.scaffold = str(policy), scaffold
-  c.tasks.places = (explore.SHOWN, args.places)
   for name in ('development', 'second', 'sealed'):
     c[name].seed = seed + (500 if arm == 'generation_2' else 0)
   c.second.count, c.sealed.count = args.second, args.sealed
@@ -229,7 +228,6 @@ def main() -> None:
   parser = harness.parser(__doc__, workdir=True)
   parser.add_argument('--rounds', type=int, default=100)
   parser.add_argument('--looks', type=int, nargs='+', default=[32, 64, 128, 256, 512])
-  parser.add_argument('--places', type=int, default=8, help='most, of the tasks')
   parser.add_argument('--sft_steps', type=int, default=0, help='0: of the config')
   parser.add_argument('--second', type=int, default=200, help='tasks')
   parser.add_argument('--sealed', type=int, default=400, help='tasks')

@@ -181,18 +181,35 @@ def _tree(
 
 @dataclasses.dataclass(frozen=True)
 class TeacherConfig(demonstrations.TeacherConfig):
-  """A teacher without mistakes."""
+  """A teacher that forgets.
+
+  Attributes:
+    mistakes: probability that a call looks again at a place that was looked at, before
+      each of the others; the policy learns it, as far as it samples.
+    seed: seed of the mistakes.
+  """
 
   kind: str = 'explore'
+  mistakes: float = 0.0
+  seed: int = 0
+
+  def __post_init__(self):
+    require(self, 0 <= self.mistakes < 1, 'mistakes', 'a probability below 1')
 
 
 def lesson(
   task: Explore, teacher: TeacherConfig, mistakes: list[str]
 ) -> demonstrations.Lesson:
   """The teacher's turns; see `demonstrations.lesson`."""
-  left = [task.start]
+  rng = random.Random(f'teacher/{teacher.seed}/{task.spec}')
+  left, seen = [task.start], []
   while True:
     thought = f'left {" ".join(left)}'
+    if seen and rng.random() < teacher.mistakes:
+      mistakes.append('again')
+      yield demonstrations.Turn(thought, 'look', {'place': rng.choice(seen)})
+      continue
+    seen.append(left[0])
     shown = yield demonstrations.Turn(thought, 'look', {'place': left[0]})
     text = shown.rpartition(', ')[2]
     if text.startswith('code '):
@@ -206,5 +223,6 @@ async def demonstrate(
   task: Explore, environment: task_lib.Environment, teacher: TeacherConfig
 ) -> demonstrations.Demonstration:
   """A demonstration whose calls are really executed."""
-  turns = lesson(task, teacher, [])
-  return await demonstrations.perform(task, environment, turns)
+  mistakes: list[str] = []
+  turns = lesson(task, teacher, mistakes)
+  return await demonstrations.perform(task, environment, turns, mistakes)

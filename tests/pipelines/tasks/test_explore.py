@@ -24,6 +24,18 @@ def test_depth_first_finds_the_code():
   assert len(families) == explore.MAX_PLACES - 1
 
 
+def test_mistakes_cost_calls_only():
+  specs = [tasks.spec(CONFIG, 'train', i) for i in range(60)]
+  teacher = explore.TeacherConfig(mistakes=0.5)
+  found = asyncio.run(demonstrations.collect(specs, teacher))
+  for spec, demonstration in zip(specs, found, strict=True):
+    places = [m['content'] for m in demonstration.messages if m['role'] == 'tool']
+    assert demonstration.success == 1
+    assert len(places) - len(set(places)) == len(demonstration.mistakes)
+    assert len(set(places)) == tasks.make(spec).baseline_calls
+  assert sum(len(d.mistakes) for d in found) > 60
+
+
 def test_no_start_is_in_two_splits():
   starts = {
     split: {tasks.make(tasks.spec(CONFIG, split, i)).start for i in range(200)}
