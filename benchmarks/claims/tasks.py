@@ -7,6 +7,7 @@ that it already makes sometimes, as in the RL of a trained agent, and how often 
 it at the start is a setting.
 
   Forks  BEGIN x_1 … x_n ASK → [free tokens] y_1 … y_n END, in one response
+  Modes  the same, after a token that chooses how long the episode takes
   Turns  BEGIN x_1 → y_1, x_2 → y_2, …: the environment shows the next symbol after each
          response of one token, and pays for each right one
 
@@ -98,7 +99,7 @@ class Task(Protocol):
 
 
 def _choices(
-  symbols: np.ndarray, habits: Sequence[float], rng: np.random.Generator
+  symbols: np.ndarray, habits: Sequence[float] | np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
   """The right token with probability habits[i], else the copy."""
   right = rng.random(len(symbols)) < np.asarray(habits)[: len(symbols)]
@@ -167,6 +168,45 @@ class Forks:
     right = float(np.mean(chosen == symbols + SYMBOLS)) if formed else 0.0
     success = right if self.graded else float(right == 1)
     return Verdict(success, (), float(right == 1))
+
+
+SERIAL, PARALLEL = FREE, FREE + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Modes(Forks):
+  """Forks whose first token says how the places are looked up, which takes time.
+
+  SERIAL takes one unit of time for each place, PARALLEL one for all. The verdict does
+  not depend on the mode.
+
+  Attributes:
+    parallel: probability of PARALLEL in demonstrations.
+    harder: share by which the right tokens are rarer in parallel demonstrations.
+  """
+
+  free: int = 1
+  parallel: float = 0.3
+  harder: float = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    require(self, self.free == 1, 'free', '1, the mode')
+    for field in ('parallel', 'harder'):
+      require(self, 0 <= getattr(self, field) <= 1, field, 'in [0, 1]')
+
+  def demonstration(
+    self, symbols: np.ndarray, rng: np.random.Generator
+  ) -> list[np.ndarray]:
+    parallel = rng.random() < self.parallel
+    habits = np.array(self.habits) * (1 - self.harder * parallel)
+    chosen = _choices(symbols, habits, rng)
+    return [np.array([PARALLEL if parallel else SERIAL, *chosen, END], np.int32)]
+
+  def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
+    found = super().judge(symbols, responses)
+    fast = responses[0][0] == PARALLEL
+    return found._replace(wall_s=1.0 if fast else float(len(symbols)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,8 @@ class Sizes:
   Attributes:
     updates: of a run, each of `groups` new groups of `size` episodes.
     groups, size: groups of an update, and episodes of a group.
-    sft_steps, sft_rate: supervised fine-tuning before it, Adam's rate.
+    sft_steps, sft_size, sft_rate: supervised fine-tuning before it: its steps, the
+      demonstrations of each, and Adam's rate.
     evaluated: instances of an evaluation, one episode each.
   """
 
@@ -48,6 +49,7 @@ class Sizes:
   groups: int = 8
   size: int = 16
   sft_steps: int = 120
+  sft_size: int = 80
   sft_rate: float = 2e-3
   evaluated: int = 512
 
@@ -177,7 +179,7 @@ class Trainer:
       )
       for _ in range(sizes.sft_steps):
         groups = []
-        for i in range(10 * sizes.groups):
+        for i in range(sizes.sft_size):
           symbols = task.instance(rng)
           shown = [*map(tasks.Response.written, task.demonstration(symbols, rng))]
           groups.append(tasks.group(task, i, symbols, [shown], success=1.0))
@@ -252,10 +254,12 @@ def response(handle: Handle | tasks.Response) -> tasks.Response:
 
 
 def of_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-  """What a table shows of the learner's metrics: means over updates that trained."""
+  """What a table shows of the learner's metrics: means over updates that trained, and
+  `episode_s`, the time of episodes in the last quarter of all updates."""
   trained = [m for m in metrics if 'entropy' in m]
   names = {'clipped': 'clip_fraction', 'lag': 'policy/lag_mean', 'entropy': 'entropy'}
   found = {k: [m[name] for m in trained] for k, name in names.items()}
+  found['episode_s'] = [m['wall_s'] for m in metrics[-(-3 * len(metrics) // 4) :]]
   return {k: float(np.mean(v)) if v else 0.0 for k, v in found.items()}
 
 
