@@ -55,7 +55,8 @@ def main() -> None:
     settings = dataclasses.asdict(claim.sizes)
     print(json.dumps({'settings': settings, 'setup': setup, 'runs': runs}, indent=1))
   else:
-    print(claim_lib.report(claim, runs))
+    given = [setup['commit']] if 'commit' in setup else []
+    print(claim_lib.report(claim, runs, *given))
   print(f'Plot: {path}', file=sys.stderr)
 
 

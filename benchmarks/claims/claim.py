@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import itertools
 import json
@@ -17,12 +18,12 @@ import numpy as np
 from markupsafe import Markup
 
 from benchmarks import harness
-from benchmarks.claims import rows, verdicts
+from benchmarks.claims import rows, tasks, training, verdicts
 from benchmarks.claims.training import Sizes, Trainer
 from m2jax.observe import page, svg
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(rows.__path__)))
-SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (100,)
+SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (100, 101)
 HOURS = 2.0
 SETUPS = pathlib.Path(__file__).parent / 'setups'
 
@@ -78,9 +79,18 @@ class Claim:
     return [*itertools.product(self.conditions, self.arms)]
 
   @property
+  def code(self) -> str:
+    """A digest of the code that the runs depend on, beside the library's."""
+    files = [sys.modules[self.measure.__module__].__file__, tasks.__file__]
+    files.append(training.__file__)
+    text = b''.join(pathlib.Path(str(file)).read_bytes() for file in files)
+    return hashlib.sha256(text).hexdigest()[:16]
+
+  @property
   def settings(self) -> dict[str, Any]:
     """What a set-up fixes besides the rates that were chosen, as JSON values."""
     return {
+      'code': self.code,
       'sizes': dataclasses.asdict(self.sizes),
       'arms': list(self.arms),
       'conditions': list(self.conditions),
@@ -145,7 +155,7 @@ class Row:
     return self.claim.finish([run for run in found if run])
 
   def _key(self, *run: Any) -> list[Any]:
-    return [*run, dataclasses.asdict(self.claim.sizes)]
+    return [*run, dataclasses.asdict(self.claim.sizes), self.claim.code]
 
   def _kept_s(self, *run: Any) -> float:
     key = self._key(*run)
@@ -198,16 +208,17 @@ def committed_setup(claim: Claim, folder: pathlib.Path = SETUPS) -> dict[str, An
   watched = [str(path), *map(str, path.parents[1].rglob('*.py'))]
   try:
     git = lambda *args: subprocess.run(
-      ['git', '-C', str(folder), *args], check=True, capture_output=True
+      ['git', '-C', str(folder), *args], check=True, capture_output=True, text=True
     )
     git('ls-files', '--error-unmatch', str(path))
     git('diff', '--quiet', 'HEAD', '--', *watched)
+    commit = git('rev-parse', 'HEAD').stdout.strip()
   except (subprocess.CalledProcessError, OSError) as error:
     raise SetupError(
       f'{path}, or the code of the claims, is not committed: the set-up is fixed by a '
       'commit before the seeds are measured'
     ) from error
-  return setup
+  return setup | {'commit': commit}
 
 
 def trial(claim: Claim, updates: int) -> tuple[Claim, dict[str, Any]]:
@@ -219,7 +230,9 @@ def trial(claim: Claim, updates: int) -> tuple[Claim, dict[str, Any]]:
   return claim, {'settings': claim.settings, 'chosen': chosen}
 
 
-def report(claim: Claim, runs: Sequence[Mapping[str, Any]]) -> str:
+def report(
+  claim: Claim, runs: Sequence[Mapping[str, Any]], commit: str = 'none: a trial'
+) -> str:
   """The question, the table and the verdicts, as Markdown."""
   head = ['condition', 'arm', 'seeds', 'rate', 'start', *claim.metrics.values()]
   head += [*claim.columns.values(), 'episodes', 'CPU s']
@@ -240,7 +253,7 @@ def report(claim: Claim, runs: Sequence[Mapping[str, Any]]) -> str:
       claim.question,
       harness.markdown(head, lines),
       *verdict_lines(claim, runs),
-      f'CPU time of the measured runs: {cpu_min:.0f} minutes.',
+      f'CPU time of the measured runs: {cpu_min:.0f} minutes. Commit: {commit}.',
       f'At scale: {claim.at_scale}',
     ]
   )

@@ -10,7 +10,7 @@ from benchmarks.claims.claim import Claim
 from benchmarks.claims.tasks import Forks
 from benchmarks.claims.training import Arm, Trainer
 
-HABITS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+HABITS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 CONDITIONS = {
   'binary': Forks(HABITS),
   'graded': Forks(HABITS, graded=True),
