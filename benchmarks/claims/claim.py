@@ -46,12 +46,12 @@ class Claim:
     subject: the arm that is compared with all others.
     measure: makes one run.
     bounds: arms that are no rivals: upper bounds, or controls.
-    sizes: of every run.
+    sizes: the size of every run.
     rates: learning rates that every arm is tuned over.
     metrics: what is compared, {key of a run: its name}; the first one is tuned by.
     columns: more numbers of a run for the table, {key: its name}.
     finish: adds to all runs of a row what depends on several of them.
-    x_label: of the learning curves; `curve` of a run is [[x, success], …].
+    x_label: the x axis of the learning curves; `curve` of a run is [[x, success], …].
     at_scale: where to repeat it at scale.
   """
 

@@ -51,8 +51,14 @@ class Response(NamedTuple):
 
 
 class Verdict(NamedTuple):
-  """Of an episode: the reward of its end, those of its turns, the share of right
-  choices, and the time that it is said to have taken."""
+  """The judgement of an episode.
+
+  Attributes:
+    success: the reward at its end.
+    paid: the reward of each turn; empty if turns are not paid.
+    right: what evaluations count: 1 iff all places are right, or the share of turns.
+    wall_s: the time that it takes in the task's units.
+  """
 
   success: float
   paid: tuple[float, ...]

@@ -38,7 +38,7 @@ class Sizes:
   """The size of every run of a row.
 
   Attributes:
-    updates: of a run, each of `groups` new groups of `size` episodes.
+    updates: number of updates, each on new groups.
     groups, size: groups of an update, and episodes of a group.
     sft_steps, sft_size, sft_rate: supervised fine-tuning before it: its steps, the
       demonstrations of each, and Adam's rate.
@@ -65,7 +65,7 @@ class Arm:
   Attributes:
     task: the task.
     estimator: a kind of `rl.estimators`.
-    parameters: of the estimator, as items.
+    parameters: the estimator's fields, as items.
     reward: the reward; by default the verdict and the paid turns alone.
     age: updates by which the engine's weights are old.
   """

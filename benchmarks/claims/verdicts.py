@@ -33,7 +33,7 @@ class Difference:
     mean, half: mean, and half of the interval; inf for fewer than two seeds.
     deviation: standard deviation over seeds.
     seeds: number of common seeds.
-    level: of the interval's test.
+    level: the level of the interval's test.
   """
 
   rival: str
@@ -89,7 +89,7 @@ def seeds_needed(effect: float, deviation: float, level: float = LEVEL) -> int |
   Args:
     effect: the true mean difference.
     deviation: standard deviation of differences over seeds.
-    level: of the test, two-sided.
+    level: the two-sided level of the test.
 
   Returns:
     None if it is more than a thousand.
