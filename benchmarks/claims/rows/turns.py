@@ -37,7 +37,8 @@ CLAIM = Claim(
   subject='to go, per turn',
   bounds=('turn alone',),
   measure=measure,
-  sizes=Sizes(updates=60),
+  # An episode has 16 choices: fewer of them show as much.
+  sizes=Sizes(updates=60, groups=4, sft_steps=60, sft_size=40, evaluated=64),
   at_scale='tasks that pay turns (docs/add_a_reward.md), '
   '`--config.rl.learner.reward.baseline_over=turn` against `trajectory`.',
 )
