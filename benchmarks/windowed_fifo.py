@@ -52,6 +52,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness
+from m2jax.pool import windows
 from m2jax.pool.windowed_fifo import WindowedFifo
 from m2jax.pool.windows import default_window
 
@@ -68,12 +69,12 @@ class Policy:
 
   Attributes:
     name: its name in the table.
-    window: W, or None for greedy.
+    window: a rule (`pool.windows.make`): W, None for greedy, or a kind.
     max_age: versions after which an item is discarded; None: never.
   """
 
   name: str
-  window: int | None
+  window: windows.Window
   max_age: int | None = None
 
 
@@ -88,12 +89,12 @@ def age_bound(capacity: int, window: int, per_step: int) -> int:
 
 def policies(capacity: int, per_step: int) -> list[Policy]:
   bound = age_bound(capacity, default_window(capacity), per_step)
-  windows = [
+  some = [
     Policy(f'window {f:g}', max(1, math.floor(f * capacity))) for f in (0.1, 0.3, 0.5)
   ]
   return [
     Policy('strict', 1),
-    *windows,
+    *some,
     Policy('greedy', None),
     Policy(f'greedy, drop > {bound}', None, bound),
   ]
@@ -145,7 +146,7 @@ class Simulation:
   ):
     self._items, self._policy, self._step = items, policy, step
     self._per_step, self.now, self.idle = per_step, 0.0, 0.0
-    self._fifo = WindowedFifo(capacity, policy.window)
+    self._fifo = WindowedFifo(capacity, policy.window, per_step)
     self._ends: list[tuple[float, int]] = []  # of running items: (time, index), a heap
     # By index: the version, the number of items trained, and the time at its beginning.
     self._begun: dict[int, tuple[int, int, float]] = {}
@@ -281,7 +282,7 @@ def simulate(kind: str, load: float, args) -> list[dict[str, Any]]:
       run = Simulation(items, policy, args.capacity, args.per_step, step)
       found.append(measure(run.run(args.updates), items))
     bound = None
-    if policy.window is not None:
+    if isinstance(policy.window, int):
       bound = args.capacity + policy.window - 2
     rows.append({'policy': policy.name, 'bound_items': bound, 'seeds': found})
   greedy = next(row for row in rows if row['policy'] == 'greedy')

@@ -100,12 +100,19 @@ def stream(codes: Codes, number: int, seed: int, correlation: float):
   """The items, and the class of each."""
   rng = np.random.default_rng(seed)
   of = rng.integers(len(codes.difficulty), size=number)
-  difficulty = codes.difficulty[of]
-  quantiles = [(d - 0.5) / LONGEST for d in range(1, LONGEST + 1)]
+  return items(codes.difficulty[of], LONGEST, rng, correlation), of
+
+
+def items(
+  difficulty: np.ndarray, longest: int, rng: np.random.Generator, correlation: float
+) -> Items:
+  """Items of these difficulties, 1 … longest, with the latencies of the docstring."""
+  quantiles = [(d - 0.5) / longest for d in range(1, longest + 1)]
   z = np.array([NormalDist().inv_cdf(q) for q in quantiles])[difficulty - 1]
-  z = correlation * z + math.sqrt(1 - correlation**2) * rng.standard_normal(number)
+  noise = rng.standard_normal(len(difficulty))
+  z = correlation * z + math.sqrt(1 - correlation**2) * noise
   latency = np.exp(z * math.log(10) / NormalDist().inv_cdf(0.99))
-  return Items(latency, difficulty.astype(float), difficulty.astype(float)), of
+  return Items(latency, difficulty.astype(float), difficulty.astype(float))
 
 
 class Training(Simulation):
@@ -222,13 +229,13 @@ class Trainer:
     """One run, until the time limit."""
     self._learner.state = self._start(seed)
     codes = Codes(args.classes, seed)
-    items, of = stream(codes, 20_000, seed, args.correlation)
-    step = items.latency.mean() * args.per_step / args.capacity / args.load
+    stream_, of = stream(codes, 20_000, seed, args.correlation)
+    step = stream_.latency.mean() * args.per_step / args.capacity / args.load
     scheduler = Scheduler(self._engine, self._learner.variables()).start()
     started_s = time.monotonic()
     try:
       training = Training(
-        *(items, policy, args.capacity, args.per_step, step),
+        *(stream_, policy, args.capacity, args.per_step, step),
         codes=codes,
         classes=of,
         learner=self._learner,
@@ -240,7 +247,7 @@ class Trainer:
       training.evaluate()
     finally:
       scheduler.stop()
-    measured = windowed_fifo.measure(training, items)
+    measured = windowed_fifo.measure(training, stream_)
     print(
       f'seed {seed}, {policy.name}: {len(training.batches)} updates, '
       f'{time.monotonic() - started_s:.0f} s',

@@ -1,0 +1,319 @@
+"""Token tasks without text: forks in one response, and paid turns.
+
+Both are about symbols 1 … 8. Where a symbol x is asked for, the habit is to copy it,
+and the right token is x + 8; supervised fine-tuning on demonstrations that take the
+right one with a given probability makes that habit. The policy has to change a choice
+that it already makes sometimes, as in the RL of a trained agent, and how often it makes
+it at the start is a setting.
+
+  Forks  BEGIN x_1 … x_n ASK → [free tokens] y_1 … y_n END, in one response
+  Modes  the same, after a token that chooses how long the episode takes
+  Turns  BEGIN x_1 → y_1, x_2 → y_2, …: the environment shows the next symbol after each
+         response of one token, and pays for each right one
+
+An environment step is a few comparisons of integers, so the time of a run is that of
+engine and learner. Agents, gateway and chat template take no part: the prompt of each
+turn extends the recorded ids of the turn before.
+
+Axes: n symbols of an episode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from m2jax.checks import require
+from m2jax.records import Completion, Trajectory
+from m2jax.rl import rewards
+
+SYMBOLS = 8
+BEGIN, ASK, END, FREE = 0, 2 * SYMBOLS + 1, 2 * SYMBOLS + 2, 2 * SYMBOLS + 3
+VOCABULARY = 32  # FREE … FREE + 7 are the free tokens
+
+
+class Response(NamedTuple):
+  """One response, as an engine returns it or as a demonstration."""
+
+  tokens: np.ndarray
+  logprobs: np.ndarray
+  versions: np.ndarray
+  finish_reason: str = 'stop'
+
+  @classmethod
+  def written(cls, tokens: np.ndarray) -> Response:
+    """A demonstration; expert iteration uses no log-probabilities of it."""
+    zeros = np.zeros(len(tokens))
+    return cls(tokens, zeros, zeros.astype(np.int32))
+
+
+class Verdict(NamedTuple):
+  """The judgement of an episode.
+
+  Attributes:
+    success: the reward at its end.
+    paid: the reward of each turn; empty if turns are not paid.
+    right: what evaluations count: 1 iff all places are right, or the share of turns.
+    wall_s: the time that it takes in the task's units.
+  """
+
+  success: float
+  paid: tuple[float, ...]
+  right: float
+  wall_s: float = 0.0
+
+
+class Task(Protocol):
+  """A token task; an instance is the array of an episode's symbols."""
+
+  @property
+  def turns(self) -> int:
+    """Responses of an episode."""
+    ...
+
+  @property
+  def demonstrated(self) -> Task:
+    """A task with the same demonstrations, equal for tasks that differ in reward."""
+    ...
+
+  @property
+  def max_tokens(self) -> int:
+    """Maximum tokens of a response."""
+    ...
+
+  @property
+  def context_tokens(self) -> int:
+    """Maximum tokens of an episode."""
+    ...
+
+  def instance(self, rng: np.random.Generator) -> np.ndarray: ...
+
+  def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
+    """The prompt after these responses."""
+    ...
+
+  def demonstration(
+    self, symbols: np.ndarray, rng: np.random.Generator
+  ) -> list[np.ndarray]:
+    """The responses of a demonstrated episode."""
+    ...
+
+  def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict: ...
+
+
+def _choices(
+  symbols: np.ndarray, habits: Sequence[float] | np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+  """The right token with probability habits[i], else the copy."""
+  right = rng.random(len(symbols)) < np.asarray(habits)[: len(symbols)]
+  return symbols + SYMBOLS * right
+
+
+@dataclasses.dataclass(frozen=True)
+class Forks:
+  """Places in one response at which the right token is not the usual one.
+
+  Attributes:
+    habits: probability of the right token in demonstrations, by place.
+    free: tokens before them, any of eight, that have no effect on the verdict.
+    graded: the verdict is the share of right places; else 1 iff all are right.
+    shortest: places of the shortest instance, drawn uniformly up to len(habits); None:
+      all instances have all places.
+  """
+
+  habits: tuple[float, ...] = (0.1, 0.5, 0.7)
+  free: int = 0
+  graded: bool = False
+  shortest: int | None = None
+
+  turns = 1
+
+  def __post_init__(self):
+    require(self, self.habits, 'habits', 'at least one probability')
+    require(self, all(0 <= q <= 1 for q in self.habits), 'habits', 'in [0, 1]')
+    require(self, self.free >= 0, 'free', 'at least 0')
+    fits = self.shortest is None or 1 <= self.shortest <= len(self.habits)
+    require(self, fits, 'shortest', f'in [1, {len(self.habits)}], or None')
+
+  @property
+  def demonstrated(self) -> Forks:
+    return dataclasses.replace(self, graded=False)
+
+  @property
+  def max_tokens(self) -> int:
+    return self.free + len(self.habits) + 2  # one too long is wrong, and seen
+
+  @property
+  def context_tokens(self) -> int:
+    return 2 + len(self.habits) + self.max_tokens
+
+  def instance(self, rng: np.random.Generator) -> np.ndarray:
+    places = len(self.habits)
+    if self.shortest is not None:
+      places = int(rng.integers(self.shortest, places + 1))
+    return rng.integers(1, SYMBOLS + 1, places)
+
+  def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
+    del responses
+    return np.array([BEGIN, *symbols, ASK], np.int32)
+
+  def demonstration(
+    self, symbols: np.ndarray, rng: np.random.Generator
+  ) -> list[np.ndarray]:
+    free = FREE + rng.integers(0, SYMBOLS, self.free)
+    chosen = _choices(symbols, self.habits, rng)
+    return [np.array([*free, *chosen, END], np.int32)]
+
+  def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
+    (tokens,) = responses
+    free, chosen = tokens[: self.free], tokens[self.free : -1]
+    formed = len(chosen) == len(symbols) and tokens[-1] == END and np.all(free >= FREE)
+    right = float(np.mean(chosen == symbols + SYMBOLS)) if formed else 0.0
+    success = right if self.graded else float(right == 1)
+    return Verdict(success, (), float(right == 1))
+
+
+SERIAL, PARALLEL = FREE, FREE + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Modes(Forks):
+  """Forks whose first token says how the places are looked up, which takes time.
+
+  SERIAL takes one unit of time for each place, PARALLEL one for all. The verdict does
+  not depend on the mode.
+
+  Attributes:
+    parallel: probability of PARALLEL in demonstrations.
+    harder: share by which the right tokens are rarer in parallel demonstrations.
+  """
+
+  free: int = 1
+  parallel: float = 0.3
+  harder: float = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    require(self, self.free == 1, 'free', '1, the mode')
+    for field in ('parallel', 'harder'):
+      require(self, 0 <= getattr(self, field) <= 1, field, 'in [0, 1]')
+
+  def demonstration(
+    self, symbols: np.ndarray, rng: np.random.Generator
+  ) -> list[np.ndarray]:
+    parallel = rng.random() < self.parallel
+    habits = np.array(self.habits) * (1 - self.harder * parallel)
+    chosen = _choices(symbols, habits, rng)
+    return [np.array([PARALLEL if parallel else SERIAL, *chosen, END], np.int32)]
+
+  def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
+    found = super().judge(symbols, responses)
+    fast = responses[0][0] == PARALLEL
+    return found._replace(wall_s=1.0 if fast else float(len(symbols)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+  """Turns of one token each, all equally hard.
+
+  Attributes:
+    number: turns of an episode.
+    habit: probability of the right token in demonstrations.
+    paid: each right turn is paid 1 / number when it happens; else their sum is the
+      verdict at the end. The return of an episode is the same.
+  """
+
+  number: int = 16
+  habit: float = 0.6
+  paid: bool = True
+
+  max_tokens = 1
+
+  def __post_init__(self):
+    require(self, self.number >= 1, 'number', 'at least 1')
+    require(self, 0 <= self.habit <= 1, 'habit', 'in [0, 1]')
+
+  @property
+  def demonstrated(self) -> Turns:
+    return dataclasses.replace(self, paid=True)
+
+  @property
+  def turns(self) -> int:
+    return self.number
+
+  @property
+  def context_tokens(self) -> int:
+    return 1 + 2 * self.number
+
+  def instance(self, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(1, SYMBOLS + 1, self.number)
+
+  def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
+    shown = [BEGIN]
+    for symbol, response in zip(symbols, responses, strict=False):
+      shown += [symbol, *response]
+    return np.array([*shown, symbols[len(responses)]], np.int32)
+
+  def demonstration(
+    self, symbols: np.ndarray, rng: np.random.Generator
+  ) -> list[np.ndarray]:
+    chosen = _choices(symbols, [self.habit] * self.number, rng)
+    return [np.array([token], np.int32) for token in chosen]
+
+  def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
+    hits = np.concatenate(responses) == symbols + SYMBOLS
+    share = float(np.mean(hits))
+    if self.paid:
+      return Verdict(0.0, tuple(float(h) / self.number for h in hits), share)
+    return Verdict(share, (), share)
+
+
+def group(
+  task: Task,
+  index: int,
+  symbols: np.ndarray,
+  episodes: Sequence[Sequence[Response]],
+  success: float | None = None,
+) -> rewards.Group:
+  """A rollout group as the learner takes it.
+
+  Args:
+    task: the task.
+    index: number of the group.
+    symbols: its instance.
+    episodes: the responses of each episode.
+    success: replaces the verdict, for demonstrations.
+  """
+  out = []
+  for rank, responses in enumerate(episodes):
+    session, completions = f'{index}.{rank}', []
+    tokens = [r.tokens for r in responses]
+    for turn, response in enumerate(responses):
+      completions.append(
+        Completion(
+          id=f'{session}/{turn}',
+          session=session,
+          turn=turn,
+          parent=f'{session}/{turn - 1}' if turn else None,
+          fork_reason=None,
+          prompt_ids=task.prompt(symbols, tokens[:turn]),
+          response_ids=response.tokens,
+          logprobs=response.logprobs,
+          versions=response.versions,
+          finish_reason=response.finish_reason,
+          status='ok',
+          request=turn,
+        )
+      )
+    verdict = task.judge(symbols, tokens)
+    reward = verdict.success if success is None else success
+    paid = verdict.paid if success is None else ()
+    end = Trajectory(
+      *(session, index, rank, 'token', 'token', 'answer', reward, verdict.wall_s, 0),
+      rewards={c.id: r for c, r in zip(completions, paid, strict=False)},
+    )
+    out.append((end, completions))
+  return out

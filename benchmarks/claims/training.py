@@ -1,0 +1,282 @@
+"""SFT and RL on a token task with the project's engine, scheduler and learner.
+
+With age d the engine always has the weights of d updates ago: the staleness of
+asynchronous RL, constant. The CPU time of a run includes what it compiles, which the
+first run with a learner does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import windowed_fifo_rl
+from benchmarks.claims import tasks
+from m2jax import forest
+from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimizer
+from m2jax.rl import estimators, rewards
+from m2jax.rl import learner as learner_lib
+from m2jax.rollout.api import GenerateRequest, Handle, SamplingParams
+from m2jax.rollout.engine.config import EngineConfig
+from m2jax.rollout.engine.engine import Engine
+from m2jax.rollout.serving.scheduler import Scheduler
+from m2jax.train import step as train_step
+
+SEEDS_OF_RUN = 2**24  # seeds of requests; evaluations have the upper half
+_PAGE, _CHUNK = 4, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """The size of every run of a row.
+
+  Attributes:
+    updates: number of updates, each on new groups.
+    groups, size: groups of an update, and episodes of a group.
+    sft_steps, sft_size, sft_rate: supervised fine-tuning before it: its steps, the
+      demonstrations of each, and Adam's rate.
+    evaluated: instances of an evaluation, one episode each.
+  """
+
+  updates: int = 100
+  groups: int = 8
+  size: int = 16
+  sft_steps: int = 120
+  sft_size: int = 80
+  sft_rate: float = 2e-3
+  evaluated: int = 512
+
+  @property
+  def episodes(self) -> int:
+    return self.updates * self.groups * self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """What a run trains on, and how.
+
+  Attributes:
+    task: the task.
+    estimator: a kind of `rl.estimators`.
+    parameters: the estimator's fields, as items.
+    reward: the reward; by default the verdict and the paid turns alone.
+    age: updates by which the engine's weights are old.
+  """
+
+  task: tasks.Task
+  estimator: str = 'cispo'
+  parameters: tuple[tuple[str, Any], ...] = ()
+  reward: rewards.RewardConfig = rewards.RewardConfig(alpha=0.0)
+  age: int = 0
+
+
+class Trainer:
+  """Engines, learners and starts, made once for all runs of a row."""
+
+  def __init__(self, sizes: Sizes):
+    self.sizes, self.cfg = sizes, windowed_fifo_rl.model()
+    self.cfg = dataclasses.replace(
+      self.cfg, vocab_size=tasks.VOCABULARY, max_positions=64
+    )
+    self._engines: dict[int, Engine] = {}
+    self._learners: dict[tuple, learner_lib.Learner] = {}
+    self._starts: dict[tuple, Any] = {}  # weights after SFT, on the host
+
+  def run(self, arm: Arm, rate: float, seed: int) -> dict[str, Any]:
+    """One run: success before and after it, of each update, and what it took."""
+    wall_s, cpu_s = time.monotonic(), time.process_time()
+    sizes, task = self.sizes, arm.task
+    learner = self.learner(arm, rate, seed)
+    rng = np.random.default_rng((seed, 1))
+    scheduler = Scheduler(self.engine(task), learner.variables(), 0).start()
+    old, metrics, curve, index = deque(), [], [], 0
+    try:
+      start = self.evaluate(scheduler, task, seed)
+      for _ in range(sizes.updates):
+        asked = [task.instance(rng) for _ in range(sizes.groups)]
+        first = seed * SEEDS_OF_RUN + index * sizes.size * task.turns
+        episodes = sample(scheduler, task, asked, sizes.size, first)
+        groups = [
+          tasks.group(task, index + i, symbols, found)
+          for i, (symbols, found) in enumerate(zip(asked, episodes, strict=True))
+        ]
+        index += sizes.groups
+        curve.append(_right(task, asked, episodes))
+        metrics.append(learner.update([learner.credit(g) for g in groups]))
+        variables, version = learner.variables(), learner.version
+        if arm.age:  # device arrays of the state are donated
+          variables = jax.tree.map(np.asarray, variables)
+        old.append((variables, version))
+        if len(old) > arm.age:
+          variables, version = old.popleft()
+          scheduler.update_weights(jax.tree.map(jnp.asarray, variables), version)
+      scheduler.update_weights(learner.variables(), learner.version + 1)
+      end = self.evaluate(scheduler, task, seed)
+    finally:
+      scheduler.stop()
+    return {
+      'seed': seed,
+      'rate': rate,
+      'start': start,
+      'end': end,
+      'mean': float(np.mean(curve)),
+      'lowest': min(curve),
+      'curve': [[i, y] for i, y in enumerate(curve)],
+      'episodes': sizes.episodes,
+      **of_metrics(metrics),
+      'cpu_s': time.process_time() - cpu_s,
+      'wall_s': time.monotonic() - wall_s,
+    }
+
+  def engine(self, task: tasks.Task) -> Engine:
+    context, slots = task.context_tokens, self.sizes.groups * self.sizes.size
+    context = -(-context // _PAGE) * _PAGE
+    if context not in self._engines:
+      self._engines[context] = Engine(
+        self.cfg,
+        EngineConfig(
+          slots=slots,
+          context_tokens=context,
+          page_tokens=_PAGE,
+          decode_rows=(slots,),
+          prefill_shapes=((slots, min(_CHUNK, context)),),
+          contexts=(context,),
+        ),
+      )
+    return self._engines[context]
+
+  def learner(self, arm: Arm, rate: float, seed: int) -> learner_lib.Learner:
+    """The learner of an arm, with the weights after SFT and no updates."""
+    start = jax.tree.map(jnp.asarray, self._start(arm.task, seed))
+    learner = self._learner(arm, rate)
+    learner.state = train_step.init_state(start, _optimizer(rate))
+    return learner
+
+  def evaluate(self, scheduler: Scheduler, task: tasks.Task, seed: int) -> float:
+    """Share of right choices with the engine's weights, on instances of its own."""
+    rng = np.random.default_rng((seed, 2))
+    asked = [task.instance(rng) for _ in range(self.sizes.evaluated)]
+    first = seed * SEEDS_OF_RUN + SEEDS_OF_RUN // 2
+    return _right(task, asked, sample(scheduler, task, asked, 1, first))
+
+  def _start(self, task: tasks.Task, seed: int) -> Any:
+    key = task.demonstrated, seed
+    if key not in self._starts:
+      sizes, rng = self.sizes, np.random.default_rng((seed, 3))
+      learner = self._learner(
+        Arm(task.demonstrated, 'expert_iteration'), sizes.sft_rate
+      )
+      learner.state = train_step.init_state(
+        train_step.init_variables(self.cfg, jax.random.key(seed)),
+        _optimizer(sizes.sft_rate),
+      )
+      for _ in range(sizes.sft_steps):
+        groups = []
+        for i in range(sizes.sft_size):
+          symbols = task.instance(rng)
+          shown = [*map(tasks.Response.written, task.demonstration(symbols, rng))]
+          groups.append(tasks.group(task, i, symbols, [shown], success=1.0))
+        learner.update([learner.credit(g) for g in groups])
+      self._starts[key] = jax.tree.map(np.asarray, learner.variables())
+    return self._starts[key]
+
+  def _learner(self, arm: Arm, rate: float) -> learner_lib.Learner:
+    key = arm.estimator, arm.parameters, arm.reward, arm.task.context_tokens, rate
+    if key not in self._learners:
+      row = -(-self.sizes.size * arm.task.context_tokens // 32) * 32
+      config = learner_lib.LearnerConfig(
+        row_tokens=row,
+        row_terms=row,
+        buckets=forest.Buckets((row,), (row,)),
+        estimator=estimators.make(arm.estimator, **dict(arm.parameters)),
+        reward=arm.reward,
+        step=train_step.StepConfig(
+          micro_rows=self.sizes.groups, mtp_weight=0.0, bias_update_rate=0.0
+        ),
+      )
+      tx = _optimizer(rate)
+      like = train_step.init_variables(self.cfg, jax.random.key(0))
+      state = train_step.init_state(like, tx)
+      self._learners[key] = learner_lib.Learner(self.cfg, config, tx, state)
+    return self._learners[key]
+
+
+def sample(
+  scheduler: Scheduler,
+  task: tasks.Task,
+  asked: Sequence[np.ndarray],
+  size: int,
+  first_seed: int,
+) -> list[list[list[tasks.Response]]]:
+  """`size` episodes of each instance, all at once: responses by group and episode."""
+  symbols = [one for one in asked for _ in range(size)]
+  episodes: list[list[tasks.Response]] = [[] for _ in symbols]
+  for turn in range(task.turns):
+    handles = submit(scheduler, task, symbols, first_seed, turn, episodes)
+    for episode, handle in zip(episodes, handles, strict=True):
+      episode.append(response(handle))
+  return [episodes[i : i + size] for i in range(0, len(episodes), size)]
+
+
+def submit(
+  scheduler: Scheduler,
+  task: tasks.Task,
+  instances: Sequence[np.ndarray],
+  first_seed: int,
+  turn: int = 0,
+  before: Sequence[Sequence[tasks.Response]] | None = None,
+) -> list[Handle]:
+  """Requests a turn of one episode of each instance, after the responses `before`."""
+  handles = []
+  for i, symbols in enumerate(instances):
+    seed = (first_seed + i * task.turns + turn) % 2**31
+    sampling = SamplingParams(task.max_tokens, seed=seed, stop_ids=(tasks.END,))
+    prompt = task.prompt(symbols, [r.tokens for r in before[i]] if before else [])
+    handles.append(scheduler.submit(GenerateRequest(prompt, sampling)))
+  return handles
+
+
+def response(handle: Handle | tasks.Response) -> tasks.Response:
+  """Waits for a response; returns one that is there."""
+  if isinstance(handle, tasks.Response):
+    return handle
+  found = handle.future.result()
+  return tasks.Response(
+    found.tokens, found.logprobs, found.versions, found.finish_reason
+  )
+
+
+def of_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+  """What a table shows of the learner's metrics: means over updates that trained, and
+  `episode_s`, the time of episodes in the last quarter of all updates."""
+  trained = [m for m in metrics if 'entropy' in m]
+  names = {'clipped': 'clip_fraction', 'lag': 'policy/lag_mean', 'entropy': 'entropy'}
+  found = {k: [m[name] for m in trained] for k, name in names.items()}
+  found['episode_s'] = [m['wall_s'] for m in metrics[-(-3 * len(metrics) // 4) :]]
+  return {k: float(np.mean(v)) if v else 0.0 for k, v in found.items()}
+
+
+def _right(task: tasks.Task, asked, episodes) -> float:
+  found = [
+    task.judge(symbols, [r.tokens for r in episode]).right
+    for symbols, of_group in zip(asked, episodes, strict=True)
+    for episode in of_group
+  ]
+  return float(np.mean(found))
+
+
+def _optimizer(rate: float):
+  return optimizer.make(
+    OptimizerConfig(
+      by_kind=ByKind(matrix='muon', expert='muon'),
+      muon=MuonConfig(learning_rate=10 * rate),
+      adam=AdamConfig(learning_rate=rate),
+    )
+  )
