@@ -1,6 +1,6 @@
 """Rules that read failing trajectories: what M2.7's agent does in a round, no model.
 
-A round analyses, plans, modifies and keeps notes (docs/facts/m2-and-forge.md §9; minimal
+A round analyses, plans, modifies and keeps notes (docs/facts/m2-and-forge.md §9; small
 changes that answer a weakness are Self-Harness's, arXiv 2606.09498):
 
   1. Each weakness (`evolve.weaknesses`) has a test of a trajectory. Its weight is its
