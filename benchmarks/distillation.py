@@ -99,6 +99,7 @@ class Trainer:
     self._engine = Engine(
       self._cfg, EngineConfig(slots=slots, context_tokens=32, **shapes)
     )
+    self._imitates = functools.cache(lambda: self._learner('sft', {}))
     # Student and teachers, on the host: a learner's updates donate what it is given.
     self._start = functools.cache(
       lambda seed: jax.device_get(self._fit(seed, DOMAINS, args.sft_steps))
@@ -172,7 +173,7 @@ class Trainer:
 
   def _fit(self, seed: int, domains: Sequence[str], steps: int) -> Any:
     """Weights after maximum likelihood of solutions, from one initialisation."""
-    learner = self._learner('sft', {})
+    learner = self._imitates()
     variables = train_step.init_variables(self._cfg, jax.random.key(seed))
     learner.state = self._state(variables, self._args.sft_rate)
     stream = prompts((seed, 3), domains=domains)

@@ -199,7 +199,7 @@ def test_teachers_have_the_runs_tokens(tmp_path):
   check()
   own.save(tmp_path / 'tokenizer.json')
   check(teacher=str(tmp_path))
-  tokenizer.train(['some other words'], 400).save(tmp_path / 'tokenizer.json')
+  tokenizer.train(['other words ' * 50], 401).save(tmp_path / 'tokenizer.json')
   with pytest.raises(CheckpointMismatch, match=f'{tmp_path} has other tokens'):
     check(teachers={'shell': str(tmp_path)})
   with pytest.raises(MissingCheckpoint, match='no checkpoint: .*nowhere'):
