@@ -57,7 +57,7 @@ class DistillationConfig:
       with the policy's tokenizer; of domains that `teachers` does not name. '': they
       have none.
     teachers: domain (`Trajectory.domain`) → the same.
-    weight: of the distillation.
+    weight: factor of the teachers' loss.
     reward_weight: factor of the advantages; 0: the teachers alone.
     form: 'sampled' or 'top_k'.
     top_k: K, some dozens at most.
