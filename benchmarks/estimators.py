@@ -113,7 +113,7 @@ def group(index: int, prompt: np.ndarray, results: Sequence[Any]) -> rewards.Gro
   return out
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
   """A solution in the form of an engine's result."""
 
   tokens: np.ndarray
@@ -125,6 +125,12 @@ class _Written(NamedTuple):
     return np.zeros(len(self.tokens), np.float32)
 
   versions = logprobs
+
+
+def submit(scheduler: Scheduler, prompt: np.ndarray, seed: int):
+  """The handle of one sampled response."""
+  sampling = SamplingParams(LONGEST + 2, seed=seed, stop_ids=(END,))
+  return scheduler.submit(GenerateRequest(prompt, sampling))
 
 
 class Trainer:
@@ -182,7 +188,7 @@ class Trainer:
     asked = [next(rng) for _ in range(run.per_batch * GROUPS)]
     first = version * GROUPS * GROUP_SIZE  # the same seeds, whatever the batch
     handles = [
-      self._submit(scheduler, prompt, (run.seed << 24) + first + i * GROUP_SIZE + rank)
+      submit(scheduler, prompt, (run.seed << 24) + first + i * GROUP_SIZE + rank)
       for i, prompt in enumerate(asked)
       for rank in range(GROUP_SIZE)
     ]
@@ -192,15 +198,11 @@ class Trainer:
       for i, prompt in enumerate(asked)
     ]
 
-  def _submit(self, scheduler: Scheduler, prompt: np.ndarray, seed: int):
-    sampling = SamplingParams(LONGEST + 2, seed=seed, stop_ids=(END,))
-    return scheduler.submit(GenerateRequest(prompt, sampling))
-
   def _evaluate(self, scheduler: Scheduler, seed: int) -> float:
     """Success on held-out prompts, the same in all evaluations, one sample of each."""
     rng = prompts(np.random.default_rng((seed, 2)), of_held_out=True)
     asked = [next(rng) for _ in range(self._args.evaluated)]
-    handles = [self._submit(scheduler, p, i) for i, p in enumerate(asked)]
+    handles = [submit(scheduler, p, i) for i, p in enumerate(asked)]
     return float(
       np.mean(
         [
@@ -231,12 +233,12 @@ class Trainer:
     rng = prompts(np.random.default_rng((seed, 3)))
     for _ in range(self._args.sft_steps):
       asked = [next(rng) for _ in range(GROUPS * GROUP_SIZE // 2)]
-      judged = [group(i, p, [_Written(solution(p))]) for i, p in enumerate(asked)]
+      judged = [group(i, p, [Written(solution(p))]) for i, p in enumerate(asked)]
       learner.update([learner.credit(g) for g in judged])
     return learner.variables()
 
   def _state(self, variables, rate: float) -> train_step.TrainState:
-    return train_step.init_state(variables, _optimizer(rate))
+    return train_step.init_state(variables, optimizer_of(rate))
 
   def _learner(self, algorithm: str, bias: bool, rate: float) -> learner_lib.Learner:
     key = algorithm, bias, rate
@@ -251,7 +253,7 @@ class Trainer:
           micro_rows=GROUPS, mtp_weight=0.0, bias_update_rate=1e-3 if bias else 0.0
         ),
       )
-      tx = _optimizer(rate)
+      tx = optimizer_of(rate)
       state = train_step.init_state(
         train_step.init_variables(self._cfg, jax.random.key(0)), tx
       )
@@ -259,7 +261,7 @@ class Trainer:
     return self._learners[key]
 
 
-def _optimizer(rate: float):
+def optimizer_of(rate: float):
   return optimizer.make(
     OptimizerConfig(
       by_kind=ByKind(matrix='muon', expert='muon'),

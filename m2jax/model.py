@@ -27,7 +27,16 @@ from m2jax import sharding as sharding_lib
 from m2jax.axes import Array, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.layers import attention, block, draft_loss, head, loop, mtp, prefix_cache
+from m2jax.layers import (
+  attention,
+  block,
+  distillation,
+  draft_loss,
+  head,
+  loop,
+  mtp,
+  prefix_cache,
+)
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.layers.prefix_cache import PrefixCache
@@ -168,6 +177,9 @@ class Outputs(NamedTuple):
     drafts: each MTP module's distance from the trunk; None if not asked for.
     activation_max: largest |x| that enters a block of the trunk or the final norm.
     new: entries of the tokens for a PrefixCache; None without a prefix.
+    teacher_kl: KL from the batch's teacher (`layers.distillation`); None without one.
+    best: the most likely words of each token and their log-probabilities, [B, S, K]
+      each, without a gradient; None if not asked for.
   """
 
   logprob: Float[Array, 'B S']
@@ -179,6 +191,8 @@ class Outputs(NamedTuple):
   rerouted: Int[Array, 'B S'] | None = None
   drafts: draft_loss.Drafts | None = None
   new: PrefixCache | None = None
+  teacher_kl: Float[Array, 'B S'] | None = None
+  best: tuple[Int[Array, 'B S K'], Float[Array, 'B S K']] | None = None
 
 
 def forward(
@@ -190,6 +204,7 @@ def forward(
   detach_mtp: bool = False,
   comparison: draft_loss.Comparison | None = None,
   entropy_gradient: bool = False,
+  best: int = 0,
   sharding: Sharding = ONE_DEVICE,
 ) -> Outputs:
   """Scores every token of the forest from its parent's state (law 2).
@@ -204,6 +219,7 @@ def forward(
       modules learn from it.
     comparison: how each MTP module is compared with the trunk; None: no `drafts`.
     entropy_gradient: whether the entropy carries a gradient.
+    best: K, the number of most likely words of each token in `Outputs.best`.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
   rules = sharding.rules
@@ -215,6 +231,7 @@ def forward(
     detach_mtp=detach_mtp,
     comparison=comparison,
     entropy_gradient=entropy_gradient,
+    best=best,
     sharding=sharding,
   )
   return sharding.shard_map(run, specs, _output_specs(rules, cache))(
@@ -235,6 +252,7 @@ def _output_specs(rules: sharding_lib.Rules, cache: Any) -> Any:
   loads = rules.spec('loads', None)
   one = rules.spec('activation_max')
   specs: Any = (token, token, stacked, loads, token, one, token, stacked, cache)
+  specs += token, token
   return Outputs(*specs)
 
 
@@ -265,6 +283,7 @@ def _on_shards(
   detach_mtp: bool,
   comparison: draft_loss.Comparison | None,
   entropy_gradient: bool,
+  best: int,
   sharding: Sharding,
 ) -> Outputs:
   """`forward` on one device's shards."""
@@ -279,7 +298,8 @@ def _on_shards(
 
   cached_states = None if prefix is None else prefix.states[0]
   state = head.at_parent(out.hidden, batch, sharding, cached_states)
-  logprob, entropy = head.score(
+  scored = distillation.score if batch.teacher_words is not None else head.score
+  logprob, entropy, *teacher_kl = scored(
     *(params, state, batch, sharding), depth=1, entropy_gradient=entropy_gradient
   )
   if detach_mtp:
@@ -311,6 +331,8 @@ def _on_shards(
     rerouted=jax.tree.map(back, rerouted),
     drafts=jax.tree.map(lambda x: back(x, axis=2), modules.drafts),
     new=new,
+    teacher_kl=back(teacher_kl[0]) if teacher_kl else None,
+    best=jax.tree.map(back, head.best(params, state, best, sharding) if best else None),
   )
 
 

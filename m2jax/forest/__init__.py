@@ -14,6 +14,7 @@ from m2jax.forest.merging import LOSSES, Size, chain, measure, merge
 from m2jax.forest.replay import Disagreement, disagreement
 from m2jax.forest.types import (
   OLDER_KEYS,
+  TEACHER_TOKENS,
   TERM_FIELDS,
   TOKEN_FIELDS,
   Forest,
@@ -25,6 +26,7 @@ from m2jax.forest.types import (
 __all__ = (
   'LOSSES',
   'OLDER_KEYS',
+  'TEACHER_TOKENS',
   'TERM_FIELDS',
   'TOKEN_FIELDS',
   'Buckets',

@@ -1,7 +1,7 @@
 """Samples and forests: laws 1 and 2 of the design.
 
-Axes: B rows, S tokens in a row, M loss terms in a row, L layers, k experts of a token;
-of a sample T tokens, R of them of the response.
+Axes: B rows, S tokens in a row, M loss terms in a row, L layers, k experts of a token,
+K words of a teacher; of a sample T tokens, R of them of the response.
 """
 
 from __future__ import annotations
@@ -69,10 +69,15 @@ class Forest:
     term_sample, term_offset: the sample of a term and its offset in that sample's
       response; -1 on padding.
     term_trajectory: number of the sample's trajectory, -1 on padding, or None.
-    reference_logprob: each term's log-probability under other weights, or None.
+    term_teacher: number of the teacher that a term is distilled from, -1: of none; or
+      None.
+    reference_logprob, teacher_logprob: each term's log-probability under other weights,
+      or None.
     completion, trajectory: Σ log π/π_old and number of the terms of the sample, or of
       the trajectory, that a term belongs to (`rl.inputs`); or None.
     experts: recorded expert ids (-1: not replayed), or None.
+    teacher_words, teacher_word_logprobs: the teacher's K most likely words at each
+      token, given its path, and their log-probabilities (`rl.distillation`); or None.
   """
 
   # Samples, batching, cutting, sharding and planning read this metadata; a new field is
@@ -94,10 +99,18 @@ class Forest:
   term_trajectory: Int32[Array, 'B M'] | None = _per_term(
     np.int32, fill=-1, sample='trajectories', default=-1, optional=True
   )
+  term_teacher: Int32[Array, 'B M'] | None = _per_term(
+    np.int32, fill=-1, sample='teachers', default=-1, optional=True
+  )
   reference_logprob: Float[Array, 'B M'] | None = _computed()
+  teacher_logprob: Float[Array, 'B M'] | None = _computed()
   completion: Float[Array, 'B M 2'] | None = _computed()
   trajectory: Float[Array, 'B M 2'] | None = _computed()
   experts: Int32[Array, 'B S L k'] | None = _per_token(np.int32, fill=-1, default=None)
+  teacher_words: Int32[Array, 'B S K'] | None = _per_token(np.int32, default=None)
+  teacher_word_logprobs: Float[Array, 'B S K'] | None = _per_token(
+    np.float32, default=None
+  )
 
   @property
   def num_tokens(self) -> int:
@@ -108,6 +121,7 @@ class Forest:
 FIELDS = {field.name: field.metadata for field in dataclasses.fields(Forest)}
 TOKEN_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'token')
 TERM_FIELDS = tuple(name for name, of in FIELDS.items() if of['per'] == 'term')
+TEACHER_TOKENS = 'teacher_words', 'teacher_word_logprobs'
 OPTIONAL = tuple(f.name for f in dataclasses.fields(Forest) if f.default is None)
 # Per-term field → where `merge` finds its values in a sample.
 SAMPLED = {
@@ -138,6 +152,7 @@ class Sample:
       R = T - prompt_length; None means 0, 1, 1, 0 and -1. A token of weight 0 has no
       term.
     trajectories: the number of its trajectory, for each response token.
+    teachers: the number of its teacher, or -1, for each response token.
     experts: recorded expert ids, -1 if not recorded. If samples share a token, the
       record of one that sampled it is used (replay.py).
   """
@@ -150,6 +165,7 @@ class Sample:
   versions: Int[np.ndarray, 'R'] | None = None
   lags: Int[np.ndarray, 'R'] | None = None
   trajectories: Int[np.ndarray, 'R'] | None = None
+  teachers: Int[np.ndarray, 'R'] | None = None
   experts: Int[np.ndarray, 'T L k'] | None = None
 
 

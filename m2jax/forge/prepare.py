@@ -20,13 +20,14 @@ from absl import logging
 
 from m2jax import forest, kinds, sandbox, tasks
 from m2jax import sharding as sharding_lib
-from m2jax.checkpoint import initial, policy
+from m2jax.checkpoint import CheckpointMismatch, initial, policy
 from m2jax.checkpoint.manager import CheckpointManager
 from m2jax.data import chats as chats_lib
 from m2jax.forge import authored
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
+from m2jax.rl import distillation
 from m2jax.rl.learner import Learner
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.tasks import demonstrations
@@ -263,6 +264,8 @@ def learner(
     served: see Learner.
     make: `processes.lead.LeadLearner`, of process 0.
   """
+  # first: what is wrong with a teacher shows before the optimizer takes memory
+  taught = teachers(config, sharding)
   optimizer = optimizer_lib.make(config.rl.optimizer, config.model, sharding)
   partition = optimizer_lib.describe(config.rl.optimizer, variables['params'])
   logging.info('rl: %s', partition)
@@ -273,7 +276,39 @@ def learner(
     train_step.start_state(variables, config.model, optimizer, sharding),
     sharding,
     served,
+    taught,
   )
+
+
+def check_teachers(config: ForgeConfig, tok: tokenizer.Tokenizer) -> None:
+  """Reads the tokenizers of RL's teachers, before the phases that come first.
+
+  Raises:
+    MissingCheckpoint: a teacher is not there.
+    CheckpointMismatch: it has other tokens.
+  """
+  if config.rl is None:
+    return
+  for directory in set(config.rl.learner.distillation.directories.values()):
+    if initial.tokenizer(directory).tokens() != tok.tokens():
+      raise CheckpointMismatch(
+        f'the teacher {directory} has other tokens than this run: distillation needs '
+        'the same tokenizer, which runs share by config.start or config.init_from'
+      )
+
+
+def teachers(
+  config: ForgeConfig, sharding: Sharding
+) -> dict[str, distillation.Teacher]:
+  """RL's teachers by domain, each read once, onto the mesh; every process calls it."""
+  found, loaded = {}, {}
+  for domain, directory in config.rl.learner.distillation.directories.items():
+    if directory not in loaded:
+      one = initial.load(directory, config.model, sharding)
+      logging.info('teacher of %r: %s, step %d', domain, one.directory, one.step)
+      loaded[directory] = distillation.Teacher(one.model, one.variables)
+    found[domain] = loaded[directory]
+  return found
 
 
 def checkpoints(

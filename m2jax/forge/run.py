@@ -173,6 +173,7 @@ class _Run:
     view.done(f'teacher {solved / len(demos):.2f}')
     view.begin('tokenizer')
     groups, tok, files = prepare.material(config, workdir, demos)
+    prepare.check_teachers(config, tok)
     view.done()
     _log_tokens(groups)
     view.begin('engine')

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from m2jax.axes import Array, Bool, Float, Int
 from m2jax.forest import Forest
 from m2jax.kernels import fp32
-from m2jax.kernels.token_logprobs import token_logprobs
+from m2jax.kernels.token_logprobs import token_logprobs, top_k_logprobs
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -60,6 +60,16 @@ def score(
   )
   live, shape = scored(batch, depth), batch.tokens.shape
   return tuple(jnp.where(live, x.reshape(shape), 0) for x in (logprob, entropy))
+
+
+def best(
+  params, state: Float[Array, 'B S D'], k: int, sharding: Sharding
+) -> tuple[Int[Array, 'B S k'], Float[Array, 'B S k']]:
+  """The k most likely words of each token and their log-probabilities; no gradient."""
+  flat, axes = state.reshape(-1, state.shape[-1]), sharding.axes('vocab')
+  logprob, words = top_k_logprobs(flat, params['head'], k, axes)
+  shape = *state.shape[:-1], k
+  return words.reshape(shape), logprob.reshape(shape)
 
 
 def scored(batch: Forest, depth: int | Int[Array, '']) -> Bool[Array, 'B S']:

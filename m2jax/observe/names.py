@@ -261,6 +261,14 @@ _OFF_POLICY = (
     'estimate of KL(π ‖ the weights that RL started from), per token',
     when='the estimator asks for these weights',
   ),
+  Metric(
+    'distillation_kl/*',
+    _RL,
+    'nats',
+    'KL(π ‖ teacher of the domain) per token: its estimate on sampled tokens, or a '
+    'lower bound by its top K',
+    when='rl.learner.distillation has teachers',
+  ),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
   Metric(
     'mismatch/tokens',

@@ -5,32 +5,29 @@
   completion, Σ log π/π_old and the number of terms of the sequence that a term belongs
   trajectory  to, under the weights in training; once for each pass over the batch
 
-Rows are scored as the train step reads them, in micro-batches; a tree in chunks by
-`chunks.scores`; a shared prefix is computed once in both. A sequence may have terms in
-rows of several hosts: each gets the log-ratios of all, and sums in float64. The results
-are fields of the batch (`forest.Forest`). An estimator that needs none of this has no
+A shared prefix is computed once (`passes`). A sequence may have terms in rows of
+several hosts: each gets the log-ratios of all, and sums in float64. The results are
+fields of the batch (`forest.Forest`). An estimator that needs none of this has no
 further program, pass or array.
 
-Axes: n rows of this host, B of a micro-batch, M loss terms of a row.
+Axes: B rows, M loss terms of a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m2jax import forest, model
+from m2jax import model
 from m2jax.config import ModelConfig
 from m2jax.optim import gnmr
+from m2jax.rl import passes
 from m2jax.rl.packing import Batch
 from m2jax.sharding import Sharding
-from m2jax.train import chunks, feeds
-from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
 
 # Sequence → the field with its number, for each term.
@@ -61,14 +58,8 @@ class Inputs:
     if 'reference' in needed:
       _, reference = model.without_modules(cfg, state.variables)
       self._reference = jax.tree.map(jnp.copy, reference)
-    self._cfg = dataclasses.replace(cfg, num_mtp_modules=0)
-    self._sharding, self._hosts = sharding, hosts_lib.find(sharding)
-    self._micro_rows = config.micro_rows
-    everywhere = None
-    if sharding.mesh is not None:
-      everywhere = sharding.named(jax.sharding.PartitionSpec())
-    self._score = config.jit(self._score_rows, out_shardings=everywhere)
-    self._chunks = chunks.scoring(self._cfg, config, sharding)
+    self._cfg = cfg
+    self._passes = passes.Passes(cfg, config, sharding, _READ)
 
   def of_reference(self, batch: Batch) -> Batch:
     """The batch with `reference_logprob`, if it is needed."""
@@ -76,12 +67,16 @@ class Inputs:
       return batch
     rows, plan = batch.rows, batch.plan
     if rows is not None:
-      found = self._of_rows(self._reference, dataclasses.replace(rows, experts=None))
-      logprob = self._own(found['logprob'], rows)
+      found = self._passes.of_rows(
+        self._reference, dataclasses.replace(rows, experts=None)
+      )
+      logprob = self._passes.own(found['logprob'], rows)
       rows = dataclasses.replace(rows, reference_logprob=logprob)
     if plan is not None:
       tree = dataclasses.replace(plan.tree, experts=None)
-      found = self._of_tree(self._reference, dataclasses.replace(plan, tree=tree))
+      found = self._passes.of_tree(
+        self._reference, dataclasses.replace(plan, tree=tree)
+      )
       tree = dataclasses.replace(plan.tree, reference_logprob=found['logprob'])
       plan = dataclasses.replace(plan, tree=tree)
     return batch._replace(rows=rows, plan=plan)
@@ -94,40 +89,17 @@ class Inputs:
     _, variables = model.without_modules(self._cfg, variables)
     rows, plan = batch.rows, batch.plan
     if rows is not None:
-      found = self._of_rows(variables, rows)
+      found = self._passes.of_rows(variables, rows)
       fields = {
-        name: self._own(values, rows) for name, values in self._sums(found).items()
+        name: self._passes.own(values, rows)
+        for name, values in self._sums(found).items()
       }
       rows = dataclasses.replace(rows, **fields)
     if plan is not None:
-      fields = self._sums(self._of_tree(variables, plan))
+      fields = self._sums(self._passes.of_tree(variables, plan))
       tree = dataclasses.replace(plan.tree, **fields)
       plan = dataclasses.replace(plan, tree=tree)
     return batch._replace(rows=rows, plan=plan)
-
-  def _score_rows(self, variables, batch: forest.Forest):
-    out = model.forward(self._cfg, variables, batch, sharding=self._sharding)
-    read = {name: getattr(batch, name) for name in _READ}
-    return {'logprob': train_step.at_terms(out.logprob, batch), **read}
-
-  def _of_rows(self, variables, rows: forest.Forest) -> dict[str, Any]:
-    """logprob and the fields of _READ, [B, M] for each micro-batch of all hosts."""
-    parts = [
-      self._score(variables, hosts_lib.place(part, self._hosts, self._sharding))
-      for part in feeds.micro_batches(rows, self._micro_rows // self._hosts.count)
-    ]
-    return jax.tree.map(lambda *values: np.stack(values), *jax.device_get(parts))
-
-  def _of_tree(self, variables, plan: forest.Plan) -> dict[str, Any]:
-    """logprob and the fields of _READ, [1, M]."""
-    by_token, tree = chunks.scores(self._chunks, variables, plan), plan.tree
-    read = {name: getattr(tree, name) for name in _READ}
-    return {'logprob': by_token[:, tree.term_token[0]], **read}
-
-  def _own(self, of_all: np.ndarray, rows: forest.Forest) -> np.ndarray:
-    """This host's rows [n, M, …] of all micro-batches' [micro-batches, B, M, …]."""
-    own = [hosts_lib.own(part, self._hosts, self._sharding) for part in of_all]
-    return np.concatenate(own)[: len(rows.tokens)]
 
   def _sums(self, of: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Each sequence's sums at each of its terms, [… M, 2]; 0 on padding."""

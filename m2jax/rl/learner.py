@@ -30,6 +30,7 @@ from m2jax.config import ModelConfig
 from m2jax.records import Completion, Lineages
 from m2jax.rl import (
   agreement,
+  distillation,
   estimators,
   inputs,
   packing,
@@ -56,6 +57,7 @@ class LearnerConfig:
     estimator: the estimator of the policy gradient, with its parameters: the `Config`
       of a module of `rl.estimators` or of an import path.
     reward: the composite reward.
+    distillation: teachers, whose distributions the policy is drawn to.
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3). For
       an engine that drafts, Forge's loss is `mtp_weight=0` with a `draft_weight`.
     shuffle_rewards: a control that permutes success over each group's trajectories, and
@@ -69,6 +71,7 @@ class LearnerConfig:
   buckets: forest.Buckets = forest.Buckets((1024,), (4096,), terms_per_token=2)
   estimator: estimators.EstimatorConfig = cispo.Config()
   reward: rewards.RewardConfig = rewards.RewardConfig()
+  distillation: distillation.DistillationConfig = distillation.DistillationConfig()
   step: train_step.StepConfig = train_step.StepConfig(detach_mtp=True)
   shuffle_rewards: bool = False
 
@@ -90,25 +93,37 @@ class LearnerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """The estimator's loss of a forest's terms [B, M], and its off-policy metrics.
+  """The loss of a forest's terms [B, M], and its off-policy metrics.
 
-  A `train.step.Objective`. `inputs` fills what the estimator needs of the batch.
+  A `train.step.Objective`: the estimator's, and that of the teachers if there are any.
+  `inputs` and `distillation.Teachers` fill what they need of the batch.
   """
 
   estimator: estimators.EstimatorConfig = cispo.Config()
+  distillation: distillation.DistillationConfig = distillation.DistillationConfig()
 
   @property
   def needs_entropy(self) -> bool:
     return 'entropy' in self.estimator.inputs
 
   def __call__(
-    self, logprob: jax.Array, batch: forest.Forest, entropy: jax.Array | None = None
+    self,
+    logprob: jax.Array,
+    batch: forest.Forest,
+    entropy: jax.Array | None = None,
+    teacher_kl: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    terms = terms_lib.of(logprob, batch, entropy)
+    terms, teachers = terms_lib.of(logprob, batch, entropy), self.distillation
+    if teachers.reward_weight != 1:
+      terms = terms._replace(advantage=teachers.reward_weight * terms.advantage)
     metrics = self.estimator.metrics(terms) | agreement.measure(logprob, batch)
     if terms.reference_logprob is not None:
       metrics['reference_kl'] = jnp.sum(terms_lib.reference_kl(terms, 'k3'))
-    return jnp.sum(self.estimator.penalised(terms)), metrics
+    loss = jnp.sum(self.estimator.penalised(terms))
+    if teachers.directories:
+      taught, sums = distillation.loss(teachers, logprob, batch, teacher_kl)
+      loss, metrics = loss + taught, metrics | sums
+    return loss, metrics
 
 
 class Packed(NamedTuple):
@@ -146,6 +161,7 @@ class Learner:
     state: train_step.TrainState,
     sharding: Sharding = ONE_DEVICE,
     served: Callable[[Any], Any] = sharding_lib.local_copy,
+    teachers: Mapping[str, distillation.Teacher] = {},
   ):
     """Takes the state over and places it on the mesh of `sharding`.
 
@@ -158,9 +174,11 @@ class Learner:
       state: the state to start from.
       sharding: the mesh.
       served: maps the state's variables to what `variables` returns.
+      teachers: those of `config.distillation`.
 
     Raises:
-      ValueError: model or row_tokens do not divide over the mesh.
+      ValueError: model or row_tokens do not divide over the mesh, or a teacher does not
+        fit (`distillation.Teachers`).
     """
     config = dataclasses.replace(config, step=config.step.on(sharding))
     self._config, self._served = config, served
@@ -171,7 +189,10 @@ class Learner:
     self._inputs = inputs.Inputs(
       self._estimator.inputs, cfg, config.step, sharding, self.state
     )
-    objective = Objective(self._estimator)
+    self._teachers = distillation.Teachers(
+      config.distillation, cfg, config.step, sharding, teachers
+    )
+    objective = Objective(self._estimator, config.distillation)
     self._step = train_step.make_step(
       cfg,
       optimizer,
@@ -197,7 +218,8 @@ class Learner:
     """Computes rewards and advantages of a group, the input of `update`."""
     if self._config.shuffle_rewards:
       group = _shuffle_rewards(group)
-    return self._estimator.credit(rewards.advantages(group, self._reward))
+    credit = self._estimator.credit(rewards.advantages(group, self._reward))
+    return distillation.credit(self._config.distillation, credit)
 
   def update(
     self, credits_: Sequence[rewards.GroupCredit], passes: int = 1
@@ -220,10 +242,12 @@ class Learner:
   def pack(self, credits_: Sequence[rewards.GroupCredit]) -> Packed:
     """Merges and packs groups for `train`."""
     started_s = time.monotonic()
-    normaliser = self._estimator.normaliser
+    normaliser, teachers = self._estimator.normaliser, self._config.distillation
     credits_ = rewards.scaled(credits_, self._reward)
     groups_samples = samples.from_groups(
-      *(credits_, normaliser, self._lags), 'trajectory' in self._estimator.inputs
+      *(credits_, normaliser, self._lags),
+      'trajectory' in self._estimator.inputs,
+      teachers.number if teachers.directories else None,
     )
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
     batch = packing.pack(
@@ -255,11 +279,11 @@ class Learner:
     if packed.batch.empty:
       logging.info('step %d: every group has zero advantage', version)
     else:
-      batch = self._inputs.of_reference(packed.batch)
+      batch = self._teachers.of(self._inputs.of_reference(packed.batch))
       for _ in range(passes):
         batch = self._inputs.of_sequences(self.state, batch)
         self.state, scalars = self._step(self.state, batch)
-        fetched = train_step.fetch(scalars)
+        fetched = distillation.finish(train_step.fetch(scalars))
         skipped += fetched['skipped']
         # Of the first pass, before the weights change.
         agreed = agreed or agreement.finish(fetched)

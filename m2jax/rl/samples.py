@@ -17,6 +17,8 @@ from m2jax import forest
 from m2jax.records import Completion
 from m2jax.rl import rewards, terms
 
+# (domain) → number of its teacher, or -1
+TeacherOf = Callable[[str], int]
 # (completion) → updates since the weights that sampled each of its tokens
 Lags = Callable[[Completion], np.ndarray]
 
@@ -26,6 +28,7 @@ def from_groups(
   normaliser: str = 'prompt',
   lags: Lags | None = None,
   trajectories: bool = False,
+  teacher_of: TeacherOf | None = None,
 ) -> list[list[forest.Sample]]:
   """Samples of a batch, without dropped groups and masked trajectories.
 
@@ -34,6 +37,7 @@ def from_groups(
     normaliser: see `terms.weights`.
     lags: None: unknown.
     trajectories: the samples have the number of their trajectory.
+    teacher_of: gives each sample its teacher; None: they have none.
 
   Returns:
     The samples of each remaining group, in order of trajectory and turn.
@@ -46,7 +50,8 @@ def from_groups(
   weights = terms.weights(lengths, normaliser)
   out, first = [], 0
   for group, of_group in zip(trained, weights, strict=True):
-    out.append(from_group(group, of_group, lags, first if trajectories else None))
+    number = first if trajectories else None
+    out.append(from_group(group, of_group, lags, number, teacher_of))
     first += len(group.credits)
   return out
 
@@ -56,6 +61,7 @@ def from_group(
   weights: Sequence[float],
   lags: Lags | None = None,
   first: int | None = None,
+  teacher_of: TeacherOf | None = None,
 ) -> list[forest.Sample]:
   """Samples of one group.
 
@@ -64,6 +70,7 @@ def from_group(
     weights: one per trajectory of the group, for each of its terms.
     lags: None: unknown.
     first: number of the first trajectory; None: they have none.
+    teacher_of: as in `from_groups`.
 
   Raises:
     ValueError: the numbers of weights and trajectories differ.
@@ -80,6 +87,9 @@ def from_group(
       versions=c.versions,
       lags=None if lags is None else _of_keys(lags(c)),
       trajectories=None if first is None else np.full(len(c.response_ids), first + k),
+      teachers=None
+      if teacher_of is None
+      else np.full(len(c.response_ids), teacher_of(credit.trajectory.domain)),
       experts=c.experts,
     )
     for k, (credit, weight) in enumerate(zip(group.credits, weights, strict=True))

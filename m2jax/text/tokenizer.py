@@ -123,6 +123,10 @@ class Tokenizer:
     size = len(table)
     return b''.join(table[i] if 0 <= i < size else _UNKNOWN for i in ids)
 
+  def tokens(self) -> tuple[bytes, ...]:
+    """The bytes of each id; of tokenizers where these are equal, ids mean the same."""
+    return tuple(self._bytes)
+
   def to_json(self) -> str:
     """The text of a `tokenizer.json`."""
     return self._hf.to_str()

@@ -91,11 +91,11 @@ def programs(
 
 
 class Scoring(NamedTuple):
-  """The jitted parts of `scores`; log-probabilities [1, C] are on every host.
+  """The jitted parts of `scores`; what they score, [1, C …], is on every host.
 
   Attributes:
-    push: (variables, stack, batch, start) → stack, which is donated, log-probabilities.
-    leaf: (variables, stack, batch) → log-probabilities.
+    push: (variables, stack, batch, start) → stack, which is donated, scores.
+    leaf: (variables, stack, batch) → scores.
     buffers, place: as in `Programs`.
   """
 
@@ -106,11 +106,17 @@ class Scoring(NamedTuple):
 
 
 def scoring(
-  cfg: ModelConfig, config: train_step.StepConfig, sharding: Sharding = ONE_DEVICE
+  cfg: ModelConfig,
+  config: train_step.StepConfig,
+  sharding: Sharding = ONE_DEVICE,
+  best: int = 0,
 ) -> Scoring:
-  """Makes the parts, for a model without MTP modules (`model.without_modules`)."""
+  """Makes the parts, for a model without MTP modules (`model.without_modules`).
+
+  `best`: the number of most likely words that are scores, too.
+  """
   sharding = rows_only(sharding)
-  functions = _Functions(cfg, train_step.nll, config, sharding)
+  functions = _Functions(cfg, train_step.nll, config, sharding, best)
   stack = everywhere = None
   if sharding.mesh is not None:
     stack = sharding.named(prefix_cache.specs(sharding.rules))
@@ -148,6 +154,7 @@ class _Functions(NamedTuple):
   objective: train_step.Objective
   config: train_step.StepConfig
   sharding: Sharding
+  best: int = 0
 
   def push(self, variables, stack, batch, start):
     prefix = _visible(stack, batch)
@@ -155,15 +162,20 @@ class _Functions(NamedTuple):
     return jax.tree.map(functools.partial(_write, start), stack, out.new)
 
   def scored_push(self, variables, stack, batch, start):
-    prefix = _visible(stack, batch)
-    out = model.forward(self.cfg, variables, batch, prefix, sharding=self.sharding)
+    out = self._scored(variables, stack, batch)
     stack = jax.tree.map(functools.partial(_write, start), stack, out.new)
-    return stack, out.logprob[:1]
+    return stack, self._scores(out)
 
   def score(self, variables, stack, batch):
-    prefix = _visible(stack, batch)
-    out = model.forward(self.cfg, variables, batch, prefix, sharding=self.sharding)
-    return out.logprob[:1]
+    return self._scores(self._scored(variables, stack, batch))
+
+  def _scored(self, variables, stack, batch):
+    how = dict(best=self.best, sharding=self.sharding)
+    return model.forward(self.cfg, variables, batch, _visible(stack, batch), **how)
+
+  def _scores(self, out):
+    scores = out.logprob if out.best is None else (out.logprob, *out.best)
+    return jax.tree.map(lambda x: x[:1], scores)
 
   def leaf(self, variables, sums, stack, cotangents, batch):
     def none(new):
@@ -341,8 +353,11 @@ def gradients(parts: Programs, variables, plan: Plan):
   return sums
 
 
-def scores(parts: Scoring, variables, plan: Plan) -> np.ndarray:
+def scores(parts: Scoring, variables, plan: Plan) -> Any:
   """log p(token | its path) of the tokens of a tree, [1, N]; 0 at roots.
+
+  With `best` of them a tuple with their most likely words and these words'
+  log-probabilities, [1, N, K] each.
 
   Args:
     parts: the result of `scoring`.
@@ -357,14 +372,18 @@ def scores(parts: Scoring, variables, plan: Plan) -> np.ndarray:
     if chunk.kind == 'push':
       if stack is None:
         stack, _ = parts.buffers(stack_slots(plan.buckets))
-      stack, logprob = parts.push(variables, stack, batch, chunk.start)
+      stack, scored = parts.push(variables, stack, batch, chunk.start)
     else:
-      logprob = parts.leaf(variables, stack if chunk.shape[2] else empty, batch)
-    found.append((chunk.ids, logprob))
-  out = np.zeros((1, plan.tokens), found[0][1].dtype)
-  for ids, logprob in found:
-    out[:, ids] = np.asarray(logprob)[:, : len(ids)]
-  return out
+      scored = parts.leaf(variables, stack if chunk.shape[2] else empty, batch)
+    found.append((chunk.ids, scored))
+
+  def joined(*values):
+    out = np.zeros((1, plan.tokens, *values[0].shape[2:]), values[0].dtype)
+    for (ids, _), value in zip(found, values, strict=True):
+      out[:, ids] = np.asarray(value)[:, : len(ids)]
+    return out
+
+  return jax.tree.map(joined, *(scored for _, scored in found))
 
 
 def feed(cfg: ModelConfig, objective: train_step.Objective):

@@ -38,7 +38,8 @@ from m2jax.train import feeds
 
 # (logprob [B, M], batch) → scalar loss, dict of scalar metrics; all of them sums,
 # except those whose names end in _max. One whose attribute `needs_entropy` is true is
-# also given the entropy [B, M].
+# also given the entropy [B, M]; with a teacher's words in the batch any is given
+# `teacher_kl` [B, M].
 Objective = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 Step = Callable[['TrainState', Any], tuple['TrainState', dict[str, jax.Array]]]
 
@@ -289,7 +290,10 @@ def loss_and_metrics(
   that it does not predict count 0.
   """
   entropy = (at_terms(out.entropy, batch),) if needs_entropy(objective) else ()
-  loss, metrics = objective(at_terms(out.logprob, batch), batch, *entropy)
+  more = {}
+  if out.teacher_kl is not None:
+    more['teacher_kl'] = at_terms(out.teacher_kl, batch)
+  loss, metrics = objective(at_terms(out.logprob, batch), batch, *entropy, **more)
 
   def weighted(values):  # [B, S] → sum over the terms
     return jnp.sum(batch.weight * at_terms(values, batch))

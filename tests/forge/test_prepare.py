@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from m2jax.agents.agent import AuthorConfig
+from m2jax.checkpoint import CheckpointMismatch, MissingCheckpoint
 from m2jax.forge import prepare, run
+from m2jax.rl.distillation import DistillationConfig
 from m2jax.tasks import demonstrations, harbor, mixed
+from m2jax.text import tokenizer
 from m2jax.train.workdir import open_workdir
 from tests.forge import forge_worker
 
@@ -179,3 +182,25 @@ def test_an_agent_whose_demonstrations_all_fail(tmp_path, monkeypatch, author):
   with pytest.raises(ValueError, match=f'none of .* demonstrations .*{hint}'):
     prepare.make_demonstrations(config, tmp_path / 'd')
   assert not (tmp_path / 'd').exists()
+
+
+def test_teachers_have_the_runs_tokens(tmp_path):
+  """Where one is not there or has other tokens, the message names it."""
+  (tmp_path / 'model.safetensors').touch()  # makes it one in the released format
+  own = tokenizer.train(['a plain text'], 400)
+  config = forge_worker.config()
+
+  def check(**teachers):
+    how = DistillationConfig(**teachers)
+    learner = dataclasses.replace(config.rl.learner, distillation=how)
+    rl = dataclasses.replace(config.rl, learner=learner)
+    prepare.check_teachers(dataclasses.replace(config, rl=rl), own)
+
+  check()
+  own.save(tmp_path / 'tokenizer.json')
+  check(teacher=str(tmp_path))
+  tokenizer.train(['other words ' * 50], 401).save(tmp_path / 'tokenizer.json')
+  with pytest.raises(CheckpointMismatch, match=f'{tmp_path} has other tokens'):
+    check(teachers={'shell': str(tmp_path)})
+  with pytest.raises(MissingCheckpoint, match='no checkpoint: .*nowhere'):
+    check(teacher=str(tmp_path / 'nowhere'))

@@ -139,7 +139,7 @@ def start(seed):
   return quick.variables(CFG, seed, noise=0.1, bias=0.05)
 
 
-def learner_of(layout, estimator, **step):
+def learner_of(layout, estimator, distillation=None, teachers=(), **step):
   """A learner that began with the weights of seed 0 and now has those of seed 1."""
   step = train_step.StepConfig(
     micro_rows=2, detach_mtp=True, mtp_weight=0.0, bias_update_rate=0.0, **step
@@ -148,11 +148,12 @@ def learner_of(layout, estimator, **step):
     estimator=estimator,
     reward=rewards.RewardConfig(alpha=0.0, beta=0.0, baseline_over='trajectory'),
     step=step,
+    **({} if distillation is None else {'distillation': distillation}),
     **LAYOUTS[layout],
   )
   tx = optax.sgd(RATE)
   state = lambda seed: train_step.init_state(jax.tree.map(jnp.copy, start(seed)), tx)
-  one = learner.Learner(CFG, config, tx, state(0))
+  one = learner.Learner(CFG, config, tx, state(0), teachers=dict(teachers))
   one.state = train_step.place_state(state(1), CFG, tx, ONE_DEVICE)
   return one
 
@@ -220,15 +221,17 @@ def test_an_estimator_that_needs_nothing_adds_nothing(monkeypatch, float64):
     return jnp.sum(cispo.loss(*of)), metrics
 
   one = learner_of('rows', cispo.Config())
-  monkeypatch.setattr(one._inputs, '_score', None)
+  monkeypatch.setattr(one._inputs, '_passes', None)
   packed = one.pack([one.credit(group(i)) for i in range(GROUPS)])
   rows = packed.batch.rows
   given = {name for name, value in vars(rows).items() if value is not None}
   assert not given & {
-    *('term_trajectory', 'reference_logprob', 'completion', 'trajectory')
+    *('term_trajectory', 'reference_logprob', 'completion', 'trajectory'),
+    *('term_teacher', 'teacher_logprob', *forest.TEACHER_TOKENS),
   }
   assert one._inputs.of_reference(packed.batch) is packed.batch
   assert one._inputs.of_sequences(one.state, packed.batch) is packed.batch
+  assert one._teachers.of(packed.batch) is packed.batch
 
   cfg = dataclasses.replace(CFG, num_mtp_modules=0)
   variables = quick.variables(cfg, 0)
