@@ -82,6 +82,7 @@ def test_completing_changes_nothing():
     **{
       **dataclasses.asdict(LearnerConfig()),
       'buckets': LearnerConfig().buckets,
+      'distillation': LearnerConfig().distillation,
       'estimator': LearnerConfig().estimator,
       'row_tokens': 2048,
       'row_terms': 3072,

@@ -13,13 +13,13 @@ import rich.console
 from m2jax.observe import findings, frame, report, terminal
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1">\x1b[2J\u202e'
-FOUND = {
-  'kind': 'gradient_jump',
-  'summary': f'the norm jumps {HOSTILE}',
-  'phase': 'rl',
-  'first_step': 41,
-  'last_step': 60,
-  'evidence': [
+FOUND = dict(  # of a finding, which is no record
+  kind='gradient_jump',
+  summary=f'the norm jumps {HOSTILE}',
+  phase='rl',
+  first_step=41,
+  last_step=60,
+  evidence=[
     {
       'name': 'grad_norm',
       'values': [0.2, 0.3, 8.0],
@@ -28,10 +28,10 @@ FOUND = {
       'calibration': '4 × the 0.9 quantile',
     }
   ],
-  'log': [f'E {HOSTILE}'],
-  'severity': 'error',
-  'causes': [{'text': 'too high', 'field': f'rl.{HOSTILE}'}],
-}
+  log=[f'E {HOSTILE}'],
+  severity='error',
+  causes=[{'text': 'too high', 'field': f'rl.{HOSTILE}'}],
+)
 RECORDS = [
   {'phase': 'rl', 'step': i, 'grad_norm': 8.0 if i > 40 else 0.2} for i in range(1, 61)
 ]
