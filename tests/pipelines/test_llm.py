@@ -17,6 +17,7 @@ from m2jax_pipelines.context import Context
 from m2jax_pipelines.source import Tasks
 from tests.pipelines import toy
 from tests.pipelines.model_server import Server
+from tests.waiting import wait_until
 
 GOOD = (
   'I run a small bakery with my sister, and we need this for our weekly planning on '
@@ -111,7 +112,9 @@ def test_no_answer_is_no_text(name, tmp_path, monkeypatch):
     who = _client(server, log=log, retries=2, timeout_s=0.3)
     with pytest.raises(llm.NoAnswer, match=f"author 'm' at {server.url}"):
       _write(who)
-    assert len(server.bodies) == (1 if name in ('401', '404') else 3)
+    wanted = 1 if name in ('401', '404') else 3
+    wait_until(lambda: len(server.bodies) >= wanted)  # read after the client gave up
+    assert len(server.bodies) == wanted
   (row,) = map(json.loads, log.read_text().splitlines())
   assert row['training'] is False and not row['used'] and server.url in row['error']
 
