@@ -97,7 +97,7 @@ def run(
       made = _Run(config, workdir, metrics, view, pool, commands, sharding, served)
       with watch(workdir, view.set_findings):
         made.phases(rollouts)
-      view.begin('report')
+        view.begin('report')  # the last examination is a part of it
       metrics.flush()
       evaluations = reporting.write(config, workdir, pool)
       view.done()
