@@ -72,6 +72,7 @@ def _entry_point(group: str, name: str) -> metadata.EntryPoint:
 
 
 def _names(package: str) -> list[str]:
+  """The kinds of a package: its `KINDS`, or else its sub-packages."""
   found = importlib.import_module(package)
   modules = pkgutil.iter_modules(found.__path__)
   return getattr(found, 'KINDS', None) or [m.name for m in modules if m.ispkg]

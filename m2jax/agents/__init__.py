@@ -11,7 +11,10 @@ from m2jax.agents.agent import (
   run_within,
 )
 
+KINDS = 'blackbox', 'mixed', 'perturbed', 'whitebox'  # modules that are kinds
+
 __all__ = [
+  'KINDS',
   'Agent',
   'AgentConfig',
   'AuthorConfig',

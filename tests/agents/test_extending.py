@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments import common
-from m2jax import tasks
+from m2jax import kinds, tasks
 from m2jax.agents import episodes
 from m2jax.data import chats
 from m2jax.forge.config import ForgeConfig
@@ -206,6 +206,18 @@ def test_a_kind_that_is_not_there_is_named(mylab, field, kind, said):
   values[field] = {'kind': kind}
   with pytest.raises(common.BadInput, match=said):
     common.build(ForgeConfig, values)
+
+
+@pytest.mark.parametrize(
+  'package, some',
+  [('m2jax.agents', 'blackbox, mixed, perturbed, whitebox')]
+  + [('m2jax.evolve.proposers', 'analyst, .*scripted, tpe')],
+)
+def test_the_choices_are_the_kinds_of_the_package(package, some):
+  with pytest.raises(ValueError, match=rf'expected a module of {package} \({some}\)'):
+    kinds.module(package, 'nothing')
+  for name in importlib.import_module(package).KINDS:
+    assert hasattr(kinds.module(package, name), 'make')
 
 
 @pytest.mark.long

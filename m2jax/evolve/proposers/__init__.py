@@ -15,11 +15,14 @@ and sees neither specs, seeds, the other splits nor the budgets.
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from m2jax import kinds
 from m2jax.evolve.scaffold import Bound, Scaffold
+
+KINDS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 class ProposerFailed(Exception):
