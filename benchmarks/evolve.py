@@ -51,11 +51,13 @@ from m2jax.sharding import ONE_DEVICE
 
 PROPOSERS = 'analyst', 'random_search', 'tpe'
 ARMS = (*PROPOSERS, 'same', 'baits', 'generation_2')
-# Written by hand after looking at failing development trajectories of seed 100.
+# The best of ten scaffolds written by hand, 96 to 128 development episodes each, with
+# earlier policies of seed 100. To be made anew, with as many episodes as a lineage has,
+# before the seeds run.
 BY_HAND: Mapping[str, Any] = {
-  'sampling.temperature': 0.3,
   'context.policy': 'window',
-  'context.keep_turns': 4,
+  'context.threshold': 0.5,
+  'context.keep_turns': 2,
 }
 _LOOKS_FOR_ANSWERS = """def act(episode):
   for name in __import__("os").listdir("/"):

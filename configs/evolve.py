@@ -10,8 +10,8 @@ Tasks, engine and agent are those of configs/forge.py; proposals are those of ru
 read failing trajectories. Another proposer: `--config.proposer.kind=random_search`,
 `tpe`, `gepa` or `model`; the last two take `.url` and `.model`.
 
-Variants: `:explore` evolves around the policy of configs/explore.py, at milliseconds an
-episode, and `:demo` is that in ten rounds; `:aa` has candidates that equal the
+Variants: `:explore` evolves around the policy of configs/explore.py, without
+sandboxes, and `:demo` is that in ten rounds; `:aa` has candidates that equal the
 incumbent, each with seeds of its own, and measures the rate of false keeps; `:smoke` is
 two rounds on a few tasks.
 """

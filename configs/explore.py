@@ -4,7 +4,7 @@ COMMAND: python -m experiments.forge --config=configs/explore.py \
            --workdir=workdir/explore
 HARDWARE: two CPU cores, 2 GB.
 RESULT: a policy after SFT on trees in which a search looks at up to five places;
-  configs/evolve.py:explore asks for more. docs/self_evolution.md has its success.
+  configs/evolve.py:explore asks for up to eight.
 
 Variants: `:quick` has a third of the steps; `:rl` continues with RL from the weights of
 a run of this config (`--config.start=RUN`).

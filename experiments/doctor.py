@@ -156,7 +156,7 @@ def _propose(
   checkout: patches.Checkout | None,
   log: logs.Log,
 ) -> Role:
-  """The change of whoever fills the role."""
+  """The change that rules or a model propose."""
   if RECORDED.value:
     by, ask = 'recorded answers, a test of the plumbing', _recorded(RECORDED.value)
   elif MODEL_URL.value:
@@ -223,7 +223,7 @@ def _verify(
       status = _rerun(plan, verify.command(plan, module, VERIFY_MINUTES.value * 60))
     return verify.judge(plan, aim, found, status)
   except (ValueError, OSError, sandbox.SandboxPathError) as error:
-    # Such as a checkpoint that the live run deletes meanwhile, or a full workspace.
+    # Such as a checkpoint that the live run has deleted, or a full workspace.
     return verify.Verdict(verify.UNDECIDED, str(error))
 
 

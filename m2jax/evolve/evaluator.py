@@ -1,4 +1,4 @@
-"""The evaluator: attempts of a scaffold at tasks. Nothing that is evolved reaches it.
+"""The evaluator: attempts of a scaffold at tasks. Scaffolds cannot reach it.
 
 `InProcess` runs the white-box agent against a gateway in this process, episodes
 concurrently. The seed of an attempt is the engine's: two scaffolds with the same task

@@ -71,7 +71,7 @@ def run(
     commands: process 0's commands to the others.
     publishes: whether `rollouts` takes weights as they are on the mesh; else as a copy
       on one device of process 0.
-    watch: examines the run meanwhile, in process 0.
+    watch: examines the run while it trains, in process 0.
   """
   sharding = sharding_lib.make(config.mesh) if sharding is None else sharding
   served = sharding_lib.local_copy

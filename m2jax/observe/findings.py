@@ -85,7 +85,7 @@ def parse(found: Any) -> tuple[Shown, ...]:
 
 
 def read(workdir: pathlib.Path) -> tuple[Shown, ...]:
-  """Those of WORKDIR/findings.json; () if there is none that can be read."""
+  """Those of WORKDIR/findings.json; () if it cannot be read."""
   path = workdir / FILE
   try:
     if not path.is_file():  # a pipe would block

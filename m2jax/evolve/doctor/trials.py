@@ -30,7 +30,7 @@ _M2JAX = '/opt/m2jax'
 _PACKAGES = 'm2jax', 'm2jax_pipelines', 'experiments', 'configs'
 _BACK = metrics.FILE_NAME, verify.LOG, verify.POOL, 'config.json', 'tokenizer.json'
 _TAIL_CHARS = 2000
-_MAX_BACK_BYTES = 512 << 20  # of a file, which is in memory meanwhile
+_MAX_BACK_BYTES = 512 << 20  # of a file, which is read into memory
 
 
 @dataclasses.dataclass(frozen=True)

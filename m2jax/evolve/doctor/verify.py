@@ -61,7 +61,7 @@ def get_config():
 
 
 class NotVerifiable(ValueError):
-  """There is nothing that a rerun could show; says why."""
+  """A rerun could show nothing; says why."""
 
 
 @dataclasses.dataclass(frozen=True)
