@@ -44,6 +44,7 @@ class ChatModel:
     api: one of `APIS`.
     key_variable: environment variable that has the API key; unset: no key is sent.
     max_tokens: limit of an answer.
+    temperature: sampling temperature; None is the server's default.
     timeout_s: time of one attempt, from the request to the end of the answer.
     retries: further attempts after a connection failure, a timeout, or an HTTP 408, 429
       or 5xx.
@@ -54,6 +55,7 @@ class ChatModel:
   api: str = 'openai'
   key_variable: str = 'OPENAI_API_KEY'
   max_tokens: int = 8192
+  temperature: float | None = None
   timeout_s: float = 300.0
   retries: int = 2
 
@@ -74,6 +76,16 @@ class ChatModel:
     Raises:
       NoAnswer: the server failed, retries included, or sent something else.
     """
+    return _text(self.complete(messages, system)[0])
+
+  def complete(
+    self, messages: Sequence[Mapping[str, str]], system: str = ''
+  ) -> tuple[Any, int]:
+    """The answer's content as the server sent it, and the tokens that it counted.
+
+    Raises:
+      NoAnswer: see `ask`.
+    """
     for attempt in range(self.retries + 1):
       if attempt:
         time.sleep(_RETRY_S * 2 ** (attempt - 1))
@@ -83,14 +95,16 @@ class ChatModel:
         failure = f'{type(error).__name__}: {error}'[:200]
         continue
       if status == 200:
-        return _text(self._content(data))
-      failure = f'HTTP {status}'
+        return self._content(data)
+      failure = f'HTTP {status}'  # the server's text may repeat the key
       if status not in _PASSING:
         break
     raise NoAnswer(f'{self.model} at {self.url}: {failure}')
 
   def _post(self, system: str, messages) -> tuple[int, bytes]:
     body: dict[str, Any] = {'model': self.model, 'max_tokens': self.max_tokens}
+    if self.temperature is not None:
+      body['temperature'] = self.temperature
     key = os.environ.get(self.key_variable, '')
     if self.api == 'anthropic':
       path, body = 'messages', body | {'system': system, 'messages': list(messages)}
@@ -99,7 +113,8 @@ class ChatModel:
       )
     else:
       path = 'chat/completions'
-      body['messages'] = [{'role': 'system', 'content': system}, *messages]
+      first = [{'role': 'system', 'content': system}] if system else []
+      body['messages'] = [*first, *messages]
       headers = {'authorization': f'Bearer {key}'} if key else {}
     url, data = f'{self.url.rstrip("/")}/{path}', bytearray()
     ends_s = time.monotonic() + self.timeout_s
@@ -115,13 +130,16 @@ class ChatModel:
           raise httpx.ReadTimeout(f'not complete after {self.timeout_s:g} s')
       return answer.status_code, bytes(data)
 
-  def _content(self, data: bytes) -> Any:
+  def _content(self, data: bytes) -> tuple[Any, int]:
     try:
       found = json.loads(data)
+      usage = found.get('usage') or {}
+      kinds = ('input_tokens', 'output_tokens', 'total_tokens')  # of the two APIs
+      tokens = sum(int(usage.get(kind) or 0) for kind in kinds)
       if self.api == 'anthropic':
         texts = [p['text'] for p in found['content'] if p.get('type') == 'text']
-        return ''.join(texts)
-      return found['choices'][0]['message']['content']
+        return ''.join(texts), tokens
+      return found['choices'][0]['message']['content'], tokens
     except (
       *(ValueError, LookupError, TypeError, AttributeError, RecursionError),
     ) as error:

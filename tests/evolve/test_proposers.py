@@ -7,7 +7,7 @@ import random
 import pytest
 
 from m2jax.checks import InvalidSetting
-from m2jax.evolve import lineage, proposers, record, scaffold
+from m2jax.evolve import chat_model, lineage, proposers, record, scaffold
 from m2jax.evolve.proposers import Attempt, ProposerFailed, View, model
 from tests.evolve import simulated
 from tests.evolve.simulated import START
@@ -109,7 +109,7 @@ def test_an_answer_in_a_block_after_thinking():
 
 
 def test_a_server_that_is_down_is_a_failed_proposal(monkeypatch):
-  monkeypatch.setattr(model, '_PAUSE_S', 0.0)
+  monkeypatch.setattr(chat_model, '_RETRY_S', 0.0)
   proposer = model.make(model.Config(url='http://127.0.0.1:9/v1', model='m'))
   with pytest.raises(ProposerFailed, match='127.0.0.1:9.*Connect'):
     proposer.propose(view())

@@ -16,18 +16,12 @@ import json
 import os
 import pathlib
 import re
-import time
-from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
 from m2jax.checks import require
-from m2jax.evolve import proposers
+from m2jax.evolve import chat_model, proposers
 from m2jax.evolve.proposers import Attempt, Proposal, ProposerFailed, View
 
-_ANSWER_BYTES = 1 << 20
-_TRIES, _PAUSE_S = 3, 1.0
 _KEYS = {'changes', 'note', 'memory', 'criticism'}
 _SYSTEM = """You improve the scaffold of a tool-using agent: its prompts, sampling
 parameters, context policy, retry and loop-detection rules. The model behind the agent
@@ -90,9 +84,17 @@ class Model:
   def __init__(self, config: Config):
     """Raises ValueError if the variable of the key is not set."""
     self._config = config
-    self._key = os.environ.get(config.key_variable, '') if config.key_variable else ''
-    if config.key_variable and not self._key:
-      raise ValueError(f'proposer.key_variable: {config.key_variable} is not set')
+    if (key := config.key_variable) and not os.environ.get(key):
+      raise ValueError(f'proposer.key_variable: {key} is not set')
+    if config.url:
+      self._chat = chat_model.ChatModel(
+        config.url,
+        config.model,
+        key_variable=key,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        timeout_s=config.timeout_s,
+      )
 
   def propose(self, view: View) -> Proposal:
     """See `Proposer.propose`."""
@@ -112,51 +114,14 @@ class Model:
 
   def ask(self, asked: list[dict]) -> tuple[str, int]:
     """Text and tokens of an answer to messages. Raises ProposerFailed."""
-    config, failure = self._config, ''
-    body = dict(
-      model=config.model,
-      messages=asked,
-      temperature=config.temperature,
-      max_tokens=config.max_tokens,
-    )
-    headers = {'authorization': f'Bearer {self._key}'} if self._key else {}
-    url = f'{config.url.rstrip("/")}/chat/completions'
-    for attempt in range(_TRIES):
-      if attempt:
-        time.sleep(_PAUSE_S * attempt)
-      try:
-        status, data = _post(url, body, headers, config.timeout_s)
-        if status == 200:
-          reply = json.loads(data)
-          usage = reply.get('usage') or {}
-          text = reply['choices'][0]['message']['content']
-          return str(text or ''), int(usage.get('total_tokens') or 0)
-        failure = f'HTTP {status}: {data[:200].decode(errors="replace")}'
-        if status not in (408, 429) and status < 500:
-          break
-      except httpx.HTTPError as error:
-        failure = f'{type(error).__name__}: {error}'
-      except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        failure = f'no chat completion: {error!r}'
-    raise ProposerFailed(f'the model at {config.url}: {failure}')
+    try:
+      text, tokens = self._chat.complete(asked)
+    except chat_model.NoAnswer as error:
+      raise ProposerFailed(str(error)) from error
+    return str(text or ''), tokens
 
 
 make = Model
-
-
-def _post(
-  url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
-) -> tuple[int, bytes]:
-  """Status and body of a response, up to a bound."""
-  found = bytearray()
-  with httpx.stream(
-    'POST', url, json=body, headers=headers, timeout=timeout_s, follow_redirects=False
-  ) as response:
-    for chunk in response.iter_bytes():
-      found += chunk
-      if len(found) > _ANSWER_BYTES:
-        raise ValueError(f'more than {_ANSWER_BYTES} bytes')
-  return response.status_code, bytes(found)
 
 
 def messages(view: View, attempts: int) -> list[dict[str, str]]:
