@@ -164,8 +164,10 @@ def test_a_point_of_a_curve_leads_to_its_trajectories(at):
   rows(tab, 'g29', 's29.0', 's29.1')
   tab.go_back()
   expect(tab.locator('.chart')).to_have_count(3)
-  tab.focus('.chart:last-child [role=listbox]')
-  press(tab, 'ArrowLeft', 'Enter')  # from the last
+  evaluations = tab.locator('.chart:last-child [role=listbox]')
+  evaluations.press('ArrowLeft')  # from the last
+  expect(evaluations).to_have_attribute('aria-activedescendant', 'Evaluations-0')
+  evaluations.press('Enter')
   rows(tab, 'e0', 'e1')
   shows(tab, 'Evaluation after SFT', place_of_stage('after SFT', session='e1'))
 
