@@ -33,8 +33,8 @@ _BODY_BYTES = 64 << 10
 _ID = re.compile('(?:chatcmpl-|msg_|resp_)([0-9a-f]{32})')  # of the three dialects
 _SUCCESS, _REWARD = fields.number(0, 1), fields.number(-math.inf, math.inf)
 _REASONS = (
-  'answer', 'max_turns', 'length', 'context', 'timeout', 'exit', 'limit',
-  'infrastructure',
+  'answer', 'max_turns', 'length', 'context', 'loop', 'rules', 'timeout', 'exit',
+  'limit', 'infrastructure',
 )  # fmt: skip
 
 
