@@ -193,10 +193,12 @@ def trained_by_role(
 ) -> dict[str, float]:
   """`trained/ROLE`: share of the trained tokens by the role of their message.
 
-  Roles are read from the ids, where a message begins with a special token and its role;
-  a loss mask that trains other roles than the assistant's shows.
+  And `trained/ends`: share of the trained messages whose end is trained. Roles are read
+  from the ids, where a message begins with a special token and its role; a loss mask
+  that trains other roles than the assistant's shows.
   """
   counts = dict.fromkeys(('assistant', 'tool', 'user', 'system'), 0)
+  messages = ends = 0
   for sample in itertools.chain.from_iterable(groups):
     trained = np.zeros(len(sample.tokens), bool)
     weights = sample.weights
@@ -207,8 +209,11 @@ def trained_by_role(
         role = tok.decode(sample.tokens[start + 1 : start + 9]).partition('\n')[0]
         name = {'ai': 'assistant'}.get(role, role)
         counts[name if name in counts else 'user'] += count
+        messages += 1
+        ends += bool((trained & (sample.tokens == tok.eos_id))[start:end].any())
   total = max(sum(counts.values()), 1)
-  return {f'trained/{role}': count / total for role, count in counts.items()}
+  shares = {f'trained/{role}': count / total for role, count in counts.items()}
+  return shares | {'trained/ends': ends / max(messages, 1)}
 
 
 def _turns(

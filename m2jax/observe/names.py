@@ -137,6 +137,7 @@ _TRAINING = (
       ('system', 'are of system prompts'),
     )
   ),
+  Metric('trained/ends', _SFT, 'share', 'trained messages whose end is trained'),
   Metric('trained/assistant', ('rl',), 'share', 'sampled share of the trained tokens'),
   Metric('trained/prompt', ('rl',), 'share', 'share of them that is of prompts'),
   Metric(

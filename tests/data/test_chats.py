@@ -1,6 +1,7 @@
 """Chats on disk become samples that train what the assistant wrote, and only that."""
 
 import asyncio
+import dataclasses
 import json
 
 import numpy as np
@@ -119,10 +120,15 @@ def test_trained_tokens_by_role(tok):
   messages = [USER, asks, {'role': 'tool', 'content': '4'}, ANSWER]
   groups = chats.encode([chats.Chat('a', messages, [TOOL])], tok, 10_000)
   shares = chats.trained_by_role(groups, tok)
-  assert shares.pop('trained/assistant') == 1 and not any(shares.values())
+  assert shares.pop('trained/assistant') == shares.pop('trained/ends') == 1
+  assert not any(shares.values())
   ids = groups[0][0].tokens
   wide = chats.trained_by_role([[forest.Sample(ids, 1)]], tok)
+  assert wide.pop('trained/ends') == 1
   assert all(wide.values()) and sum(wide.values()) == pytest.approx(1)
+  weights = np.append(groups[0][0].weights[1:], 0)  # a mask that is shifted
+  shifted = dataclasses.replace(groups[0][0], weights=weights)
+  assert chats.trained_by_role([[shifted]], tok)['trained/ends'] == 0
 
 
 def test_encode_leaves_out_what_is_too_long(tok, caplog):

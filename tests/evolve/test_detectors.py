@@ -116,9 +116,10 @@ FAULTS = {
   'ratio_low': (_set('ratio', lambda x, i: x / 2), runs.rl, 'ratio_drift'),
   'log_ratio': (_set('abs_log_ratio', lambda x, i: 40 * x), runs.rl, 'ratio_drift'),
   'clipping': (_set('clip_fraction', 0.12), runs.rl, 'clipping'),
-  'mismatch': (_set('mismatch/mean', 3e-3), runs.rl, 'mismatch'),
+  'weights': (_set('mismatch/mean', 3e-3), runs.rl, 'weights_differ'),
   'experts': (_set('max_violation', lambda x, i: 6 * x), runs.rl, 'expert_imbalance'),
   'solved': (_saturated(1.0), runs.rl, 'reward_saturation'),
+  'graders': (_set('success', lambda x, i: 0.4 * x), runs.rl, 'success_falls'),
   'hopeless': (_saturated(0.0), runs.rl, 'reward_absent'),
   'alike': (_saturated(0.5), runs.rl, 'zero_advantage'),
   'longer': (_longer, runs.rl, 'length_growth'),
@@ -131,6 +132,7 @@ FAULTS = {
   'stragglers': (_blocked, runs.rl, 'window_blocked'),
   'forks': (_lost('gateway/forks', 900), runs.rl, 'forks'),
   'mask': (_set('trained/tool', 0.2), runs.sft, 'loss_mask'),
+  'ends': (_set('trained/ends', 0.0), runs.sft, 'loss_mask'),
   'mask_rl': (_set('trained/prompt', 0.01), runs.rl, 'loss_mask'),
   'bias': (_set('router_bias_rms', 0.2), runs.rl, 'router_bias_frozen'),
   'version': (_set('engine/version', START), runs.rl, 'weights_not_published'),
@@ -177,6 +179,21 @@ def test_faults_of_a_whole_run(diagnose):
     row['success'] = 1.0 if i > 8 else 0.9
     row['reward'] = 1 - i / N
   assert 'reward_sign' not in diagnose(falling)
+
+
+def test_settings_that_the_records_contradict(diagnose):
+  """A schedule that ends early, a clip range below usual ratios."""
+  records = runs.rl('white', 0, N)
+  schedule = {'kind': 'linear', 'total_steps': START, 'final_fraction': 0.0}
+  rl = {'optimizer': {'name': 'adam', 'schedule': schedule}}
+  rl['learner'] = {'estimator': {'kind': 'grpo', 'clip_low': 3e-4, 'clip_high': 4e-4}}
+  found = diagnose(records, {'rl': rl})
+  assert found.keys() == {'schedule_ended', 'clipping'}
+  assert found['schedule_ended'].first_step == START + 1
+  for name, value in ('final_fraction', 0.1), ('total_steps', N - 5), ('kind', 'wsd'):
+    rl['optimizer']['schedule'] = schedule | {name: value}
+    rl['learner']['estimator'].update(clip_low=0.2, clip_high=0.2)
+    assert bool(diagnose(records, {'rl': rl})) == (name == 'kind')
 
 
 def test_a_full_queue_explains_a_lag_that_rises(diagnose):
@@ -232,7 +249,7 @@ def test_mismatch_of_low_precision(diagnose):
     row['mismatch/max'] = 1.0
     row['mismatch/mixed_max'] = 5.0
   assert not diagnose(records)
-  assert 'mismatch' in diagnose(records, EXACT)
+  assert 'mismatch' in diagnose(records, EXACT)  # from the first record
   for row in records[START:]:
     row['mismatch/mean'] *= 20
   assert diagnose(records)['mismatch'].first_step == START + 1
@@ -318,6 +335,17 @@ def test_a_bias_that_may_stand_still(diagnose):
   for row in trained:
     row |= {'phase': 'pretrain', 'router_bias_rms': 0.3}
   assert not diagnose(trained, {'step': {'bias_update_rate': 1e-3}})
+
+
+def test_a_bias_that_runs_away(diagnose):
+  """It grows by its rate at every update, and the load stays uneven."""
+  records = runs.rl('white', 0, N)
+  for i, row in enumerate(records):
+    row['router_bias_rms'] = 8e-4 * i
+  assert not diagnose(records)
+  for row in records:
+    row['max_violation'] *= 4
+  assert 'router_bias_runs_away' in diagnose(records)
 
 
 def test_an_engine_that_reports_late(diagnose):

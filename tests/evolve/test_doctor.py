@@ -160,7 +160,14 @@ def completion(id_, session, prompt, response, parent=None, fork=None, version=0
 
 
 def pool(
-  workdir, *, task='terminal/train/a/{}', sign=1.0, error='', fork=None, token=2
+  workdir,
+  *,
+  task='terminal/train/a/{}',
+  sign=1.0,
+  error='',
+  fork=None,
+  token=2,
+  result='4 files',
 ):
   """Twenty groups of four, half of which succeed; every tenth is evaluated."""
   with DataPool(f'sqlite:///{workdir}/pool.db') as found:
@@ -184,6 +191,7 @@ def pool(
             *('infrastructure' if failed else 'answer', 0.0 if failed else success),
             *(0.5, 0),
             error=error if failed else '',
+            messages=({'role': 'tool', 'content': result if rank else '5'},),
           )
         )
         total = sign * success
@@ -211,6 +219,9 @@ def pool(
     ({'task': 'mixed/train/terminal/dev/a/{}'}, {'held_out_in_training'}),
     ({'task': 'mixed/dev/terminal/train/a/{}'}, set()),
     ({'token': 900}, {'tokenizer'}),
+    ({'result': 'error: 503 service \x1b[2J unavailable'}, {'tool_failures'}),
+    ({'result': 'error: no such file'}, set()),
+    ({'result': 'a log of a server that timed out' + 300 * '.'}, set()),
   ],
   ids=str,
 )

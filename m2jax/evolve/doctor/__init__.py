@@ -118,10 +118,11 @@ def of_history(
     yield from training.experts(phase)
     yield from training.router_bias(phase, config)
     yield from training.loss_mask(phase)
+    yield from training.schedule(phase, config)
     yield from flow.saves(phase)
     yield from flow.throughput(phase)
   if (rl := records.phases.get('rl')) is not None:
-    yield from policy.ratio(rl)
+    yield from policy.ratio(rl, config)
     yield from policy.mismatch(rl, config)
     yield from policy.advantages(rl)
     yield from policy.success(rl)

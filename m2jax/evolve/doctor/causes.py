@@ -90,6 +90,13 @@ KINDS: Mapping[str, Kind] = {
       ('its update is missing, in code', ''),
     ),
   ),
+  'router_bias_runs_away': Kind(
+    ERROR,
+    (
+      ('the bias follows the load of other experts or layers, in code', ''),
+      ('the router bias follows too slowly', '{step}.bias_update_rate'),
+    ),
+  ),
   'ratio_drift': Kind(
     WARNING,
     (
@@ -130,7 +137,9 @@ KINDS: Mapping[str, Kind] = {
     r'(?i)verif|pars(?:e|ing)',
     effect=True,
   ),
-  'loss_mask': Kind(ERROR, (('the loss mask trains context, in code', ''),)),
+  'loss_mask': Kind(
+    ERROR, (('the loss mask trains context, or is shifted, in code', ''),)
+  ),
   'zero_advantage': Kind(
     WARNING,
     (
@@ -164,6 +173,21 @@ KINDS: Mapping[str, Kind] = {
       ('the limit of a response is high', 'episodes.agent.max_tokens'),
     ),
     effect=True,
+  ),
+  'weights_differ': Kind(
+    ERROR,
+    (
+      ('a part of the new weights does not reach the engine', 'roles.engine_urls'),
+      ('keys of older weights are reused', 'scheduler.reuse_stale_prefix'),
+    ),
+    r'(?i)weights|publish|version',
+  ),
+  'schedule_ended': Kind(
+    ERROR,
+    (
+      ('the schedule is of a shorter run', '{optimizer}.schedule.total_steps'),
+      ('it falls to zero', '{optimizer}.schedule.final_fraction'),
+    ),
   ),
   'weights_not_published': Kind(
     ERROR,
@@ -211,6 +235,14 @@ KINDS: Mapping[str, Kind] = {
       ('the limits of the sandbox', 'episodes.limits'),
     ),
     r'(?i)infrastructure|sandbox|refused|timeout',
+  ),
+  'tool_failures': Kind(
+    ERROR,
+    (
+      ("the tool's server is down or overloaded, or its limits are low", ''),
+      _AGENTS,
+    ),
+    r'(?i)refused|timeout|unavailable',
   ),
   'failed_items': Kind(ERROR, (_DEADLINE, _AGENTS), r'item \d+ failed'),
   'dead_worker': Kind(

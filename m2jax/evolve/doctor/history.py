@@ -50,6 +50,7 @@ WANTED = tuple(
       *('wait_s', 'step_s', 'pool/pending', 'pool/completed', 'pool/taken'),
       *('pool/failed', 'pool/reissued', 'engine/tokens_per_s', 'gateway/forks'),
       *('trained/tool', 'trained/user', 'trained/system', 'trained/prompt'),
+      'trained/ends',
       *('router_bias_rms', 'engine/version', 'checkpoint/save_s', 'disk/free_bytes'),
     ),
   )

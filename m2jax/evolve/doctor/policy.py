@@ -32,6 +32,10 @@ SUCCESS_TREND = -0.7  # rank correlation of eighths of the run
 SUCCESS_RECORDS = 32
 SUCCESS_LOST = 0.15  # and at least 0.35 of the first level
 SUCCESS_LOST_SHARE = 0.35
+FALL_MOST, FALL_LEAST = 40, 12  # records before and after a fall
+FALL_T = 4.0  # 1 in 30,000 by chance, at each of a few places
+FALL_SHARE = 0.25  # of the level before
+AGREED = 16  # records without a mismatch: an error of numerics is in the first ones
 AGAINST = -0.6  # correlation of reward and success; rewards are paid for success
 LAG_FACTOR, LAG_LEAST = 3.0, 4.0  # × the baseline's 0.9 quantile, versions
 PUBLISHED_RECORDS = 12  # of one version, or of a lag that grows by one a step
@@ -40,7 +44,7 @@ UNPUBLISHED_S = 5.0  # an engine in another process reports its version once a s
 QUEUES = 2.0  # × the versions that pass while a full queue is taken
 
 
-def ratio(phase: Phase) -> Iterator[Finding]:
+def ratio(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
   """Importance ratios that leave 1, and the share of tokens that is clipped."""
   at, x = phase.finite('ratio')
   for y, bound in (x, RATIO_HIGH), (-x, -RATIO_LOW):
@@ -68,6 +72,16 @@ def ratio(phase: Phase) -> Iterator[Finding]:
       phase,
       *('abs_log_ratio', at, x, (first, last), bound, why),
     )
+  narrow = settings.clip_range(config)
+  if narrow is not None:
+    for part in robust.sustained(x, RECENT, narrow)[:1]:
+      yield windows.of_series(
+        'clipping',
+        f'tokens move by {np.median(x[part[0] : part[1] + 1]):.2g} nats on average, '
+        f'and the clip range is {narrow:.2g}',
+        phase,
+        *('abs_log_ratio', at, x, part, narrow, 'clipping is for the tail of ratios'),
+      )
   at, x = phase.finite('clip_fraction')
   parts = [(*part, CLIPPED) for part in robust.sustained(x, RECENT, CLIPPED)[:1]]
   why = 'a share that no tail of ratios explains'
@@ -91,7 +105,8 @@ def mismatch(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
 
   In float32 by the criterion of `rl.agreement`. Otherwise the mean difference of
   responses of one version may neither be large nor grow. The metrics of mixed responses
-  (`mismatch/mixed_*`) differ for a good reason and are not judged.
+  (`mismatch/mixed_*`) differ for a good reason and are not judged. What computes
+  otherwise does so from the first update; of what agreed before, the weights differ.
   """
   exact = settings.exact_numerics(config)
   replayed = len(phase.finite('replay/disagreement')[0]) > 0
@@ -115,10 +130,14 @@ def mismatch(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
       )
   for first, last, bound in parts[:1]:
     worst = x[first : last + 1].max()
+    same, past = 'the same weights', ''
+    if exact and first >= AGREED:
+      past = f' after {first:,} records without a difference'
+      same = 'weights of the same version'
     yield windows.of_series(
-      'mismatch',
+      'weights_differ' if past else 'mismatch',
       f'engine and learner differ by up to {worst:.3g} nats ({name}) about tokens of '
-      'the same weights',
+      f'{same}{past}',
       phase,
       *(name, at, x, (first, last), bound, why),
     )
@@ -152,9 +171,18 @@ def success(phase: Phase) -> Iterator[Finding]:
   if len(x) >= SUCCESS_RECORDS:
     quarter = len(x) // 4
     early, late = np.median(x[:quarter]), np.median(x[-quarter:])
-    lost = early - late
-    enough = lost >= max(SUCCESS_LOST, SUCCESS_LOST_SHARE * early)
-    if enough and robust.trend(x) <= SUCCESS_TREND:
+    at_once, before, after, t = robust.fall(x, FALL_MOST, FALL_LEAST)
+    stays = max(after, x[-FALL_LEAST:].mean())
+    if t >= FALL_T and _lost(before, stays, FALL_SHARE):
+      yield windows.of_series(
+        'success_falls',
+        f'success falls from {before:.0%} to {after:.0%}, and does not come back',
+        phase,
+        *('success', at, x, (at_once, len(x) - 1), before - SUCCESS_LOST),
+        f"Welch's t of up to {FALL_MOST} records before and after: {t:.1f}, above "
+        f'{FALL_T:g}',
+      )
+    elif _lost(early, late, SUCCESS_LOST_SHARE) and robust.trend(x) <= SUCCESS_TREND:
       yield windows.of_series(
         'success_falls',
         f'success falls steadily from {early:.0%} to {late:.0%}',
@@ -174,6 +202,10 @@ def success(phase: Phase) -> Iterator[Finding]:
           *('reward', both, r, (0, len(r) - 1), None),
           f'their rank correlation with success is below {AGAINST:g}',
         )
+
+
+def _lost(before: float, after: float, share: float) -> bool:
+  return before - after >= max(SUCCESS_LOST, share * before)
 
 
 def _ranks(x: np.ndarray) -> np.ndarray:

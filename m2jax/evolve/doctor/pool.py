@@ -6,7 +6,9 @@ module to import), rows are counted by the database, and what is quoted is print
 
 from __future__ import annotations
 
+import collections
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,9 +20,16 @@ from m2jax.observe import printable
 from m2jax.pool import tables
 from m2jax.pool.database import Database
 
+NEWEST_MESSAGES = 1024  # trajectories whose tool results are read
 NEWEST = 200_000  # rows of trajectories and completions that are counted
 MASKED, FAILED = 0.1, 0.1  # shares, as those of `flow`
 LEAST = 8  # failures: fewer say nothing about a share
+UNAVAILABLE = 0.03  # share of the tool results
+_UNAVAILABLE = re.compile(
+  r'(?i)\b(50[0234]|429)\b|unavailable|overloaded|refused|connection (reset|error)'
+  r'|timed? ?out|rate limit|broken pipe|no route|internal server error'
+)
+_SHORT = 300  # characters of a result that is an error and nothing else
 REENCODED = 0.05  # share of the completions: clients return what they got
 REENCODED_REASONS = 'retokenised', 'reasoning_dropped', 'assistant_edited'
 JUDGED = 64  # trajectories from which a correlation is known
@@ -43,6 +52,7 @@ def examine(database: Database, vocab_size: int | None) -> Iterator[Finding]:
   """
   yield from infrastructure(database)
   yield from failed(database)
+  yield from unavailable(database)
   yield from reencoded(database)
   yield from splits(database)
   yield from signs(database)
@@ -72,6 +82,41 @@ def infrastructure(database: Database) -> Iterator[Finding]:
       f'{lost:,} of the {total:,} newest training trajectories are infrastructure '
       f'failures: {_quoted(rows)}',
       *('share of the trajectories in the pool', lost / total, MASKED),
+    )
+
+
+def unavailable(database: Database) -> Iterator[Finding]:
+  """Tool results that say that the tool failed, not what it was asked for.
+
+  Counted are short texts that appear in several tasks.
+  """
+  t = tables.trajectories.c
+  query = sa.select(t.task, t.messages).where(t.item >= 0, t.messages.is_not(None))
+  rows = _rows(database, query.order_by(t.row.desc()).limit(NEWEST_MESSAGES))
+  total, tasks, counts = 0, collections.defaultdict(set), collections.Counter()
+  for task, blob in rows:
+    try:
+      found = tables.messages(blob)
+    except ValueError:
+      continue  # `tokens` names damage
+    for message in found:
+      text = message.get('content')
+      if message.get('role') != 'tool' or not isinstance(text, str):
+        continue
+      total += 1
+      if len(text) <= _SHORT and _UNAVAILABLE.search(text):
+        shown = printable.one_line(text, _CHARS)
+        counts[shown] += 1
+        tasks[shown].add(task)
+  common = [(n, text) for text, n in counts.items() if len(tasks[text]) >= 3]
+  lost = sum(n for n, _ in common)
+  if lost >= LEAST and lost > UNAVAILABLE * total:
+    rows = [(text, n) for n, text in sorted(common, reverse=True)]
+    yield _counted(
+      'tool_failures',
+      f'{lost:,} of the {total:,} newest tool results are failures of the tool: '
+      f'{_quoted(rows)}',
+      *('share of the tool results in the pool', lost / total, UNAVAILABLE),
     )
 
 

@@ -7,6 +7,8 @@ at every k-th place, which bounds the time (`_PLACES`).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 _PLACES = 50_000  # windows of a series that are compared
@@ -133,6 +135,30 @@ def sustained(x: np.ndarray, window: int, bound: float) -> list[tuple[int, int]]
     end = last + window
     at = first + np.flatnonzero(x[first:end] > bound)
     found.append((int(at[0]), int(at[-1])))
+  return found
+
+
+def fall(x: np.ndarray, most: int, least: int) -> tuple[int, float, float, float]:
+  """The place where the mean of a noisy series falls most clearly.
+
+  Welch's t of up to `most` values before each place and after it, at least `least`.
+
+  Returns:
+    (index of the first value after it, mean before, mean after, t); t is 0 if the
+    series is too short, and the standard deviations are at least 0.05.
+  """
+  found = 0, 0.0, 0.0, 0.0
+  total, squares = (np.r_[0.0, np.cumsum(y)] for y in (x, x * x))
+  for i in places(least, len(x) - least):
+    means, errors = [], []
+    for a, b in ((max(0, i - most), i), (i, min(len(x), i + most))):
+      mean = (total[b] - total[a]) / (b - a)
+      variance = (squares[b] - squares[a]) / (b - a) - mean**2
+      means.append(mean)
+      errors.append(max(variance, 0.05**2) / (b - a))
+    t = (means[0] - means[1]) / math.sqrt(sum(errors))
+    if t > found[3]:
+      found = int(i), means[0], means[1], t
   return found
 
 

@@ -118,6 +118,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
   'reward_sign': (
     Rule('rl.learner.reward.alpha', 0, 1, 'the default weight', value=0.1, below=0),
   ),
+  'schedule_ended': (
+    Rule('{optimizer}.schedule.final_fraction', 0, 1, 'a rate that stays', value=0.1),
+  ),
   'success_falls': (
     Rule('rl.learner.reward.alpha', 0, 1, 'the default weight', value=0.1, below=0),
     _RATE,

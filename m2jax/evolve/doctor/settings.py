@@ -47,6 +47,15 @@ def exact_numerics(config: Mapping[str, Any]) -> bool:
   )
 
 
+def clip_range(config: Mapping[str, Any]) -> float | None:
+  """The smaller clip range of an estimator that clips tokens; None of others."""
+  estimator = get(config, 'rl.learner.estimator')
+  if get(estimator, 'kind') not in ('grpo', 'dapo'):
+    return None
+  found = [number(estimator, name) for name in ('clip_low', 'clip_high')]
+  return min((x for x in found if x is not None), default=None)
+
+
 def queue_versions(config: Mapping[str, Any]) -> float | None:
   """Updates in which N + W − 2 items are taken; None if the settings are unknown."""
   capacity = number(config, 'rl.capacity')

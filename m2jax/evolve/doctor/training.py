@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from m2jax.evolve.doctor import causes, robust, settings, windows
+from m2jax.evolve.doctor import causes, finding, robust, settings, windows
 from m2jax.evolve.doctor.finding import Evidence, Finding
 from m2jax.evolve.doctor.history import History, Phase
 
@@ -35,7 +35,10 @@ IMBALANCE_FACTOR = 3.0  # × the best level of the phase
 IMBALANCE = 1.0  # at least: the busiest expert has twice the mean load
 STUCK_IMBALANCE = 1.5  # a load that bias updates should have levelled
 STUCK_RECORDS = 64  # in which 1e-3 a step moves a bias by many typical score gaps
+ONE_WAY = 0.6  # share of the fastest growth: signs of a levelled load change
 STILL_RECORDS = 24  # without a movement: each update moves a bias of uneven load
+ENDED, ENDED_LEAST = 0.05, 8  # share and number of the updates at a rate of zero
+ENDS = 0.9  # of the trained messages: their last token ends them
 SKIPPED = 3  # updates: fewer are an unlucky batch, which skipping is for
 _CRITICAL = ('loss', 'grad_norm', 'entropy', 'reward', 'success')
 
@@ -189,14 +192,31 @@ def experts(phase: Phase) -> Iterator[Finding]:
 
 
 def router_bias(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
-  """A router bias that does not move while its update rate is positive.
+  """A router bias that does not move while its update rate is positive, or that moves
+  one way only, while the load stays uneven.
 
   Pre-training stops the updates near its end by its own settings, and is not judged.
   """
   at, x = phase.finite('router_bias_rms')
   field = causes.field_of('{step}.bias_update_rate', phase.name, config)
   rate = settings.number(config, field) if field else None
-  if phase.name == 'pretrain' or not rate or len(x) <= STILL_RECORDS:
+  if not rate:
+    return
+  late = len(x) // 2
+  updates = phase.step[at[-1]] - phase.step[at[late]] if len(x) else 0
+  if len(x) - late >= STUCK_RECORDS // 2 and updates:
+    share = (x[-1] - x[late]) / (updates * rate)
+    uneven = np.median([0.0, *phase.finite('max_violation')[1][-RECENT:]])
+    if share > ONE_WAY and uneven > IMBALANCE:
+      yield windows.of_series(
+        'router_bias_runs_away',
+        f'the router bias grows at {share:.0%} of its fastest speed, and the busiest '
+        f'expert still has {1 + uneven:.2g} × the mean load',
+        phase,
+        *('router_bias_rms', at, x, (late, len(x) - 1), None),
+        'updates of a load that they level change their sign',
+      )
+  if phase.name == 'pretrain' or len(x) <= STILL_RECORDS:
     return
   for first, last in robust.runs(np.flatnonzero(np.diff(x) == 0), gap=1):
     if last + 1 - first >= STILL_RECORDS:
@@ -211,8 +231,40 @@ def router_bias(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
       return
 
 
+def schedule(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
+  """Updates after the end of a schedule whose last learning rate is zero."""
+  field = causes.field_of('{optimizer}.schedule.total_steps', phase.name, config)
+  end = settings.number(config, field) if field else None
+  shape = settings.get(config, field.rpartition('.')[0]) if field else None
+  if not end or shape['kind'] == 'constant' or shape.get('final_fraction') != 0:
+    return
+  late = np.flatnonzero(phase.step > end)
+  if not shape.get('segments') and len(late):
+    updates = int(phase.step[-1] - end)
+    if updates >= max(ENDED_LEAST, ENDED * phase.step[-1]):
+      yield windows.in_window(
+        'schedule_ended',
+        f'{updates:,} updates have a learning rate of 0: the schedule ends at '
+        f'{end:,.0f}',
+        phase,
+        (int(late[0]), int(late[-1])),
+        (finding.evidence('updates after the end', [updates], (), ENDED_LEAST),),
+      )
+
+
 def loss_mask(phase: Phase) -> Iterator[Finding]:
-  """Trained tokens that the assistant did not write."""
+  """Trained tokens that the assistant did not write, or ends that are not trained."""
+  at, x = phase.finite('trained/ends')
+  wrong = np.flatnonzero(x < ENDS)
+  if len(wrong):
+    part = int(wrong[0]), int(wrong[-1])
+    yield windows.of_series(
+      'loss_mask',
+      f'of {1 - x[wrong].min():.0%} of the trained messages the end is not trained: '
+      'the policy does not learn to stop',
+      phase,
+      *('trained/ends', at, x, part, ENDS, 'the token that ends a message is sampled'),
+    )
   for name in ('trained/tool', 'trained/user', 'trained/system', 'trained/prompt'):
     at, x = phase.finite(name)
     wrong = np.flatnonzero(x > 0)
