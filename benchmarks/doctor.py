@@ -47,7 +47,7 @@ from m2jax.evolve import doctor
 from m2jax.evolve.doctor import flow, history, rules, settings
 from m2jax.forge.config import ForgeConfig
 
-LISTS = 'first', 'second', 'healthy'
+LISTS = 'first', 'second', 'third', 'healthy'
 _LIMIT_S = 600.0  # a run that takes longer is killed, and examined as it is
 
 # The category of each kind of finding. Fixed before the second list was written.
