@@ -56,7 +56,7 @@ def cached_weights(moment: Moment) -> None:
 
 
 def last_answer_only(moment: Moment) -> None:
-  """Of each conversation only the last message of the assistant is trained."""
+  """Only the last message of the assistant is trained, in each conversation."""
   from m2jax.data import chats
 
   turns = chats._turns
