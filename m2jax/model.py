@@ -181,8 +181,8 @@ class Outputs(NamedTuple):
     activation_max: largest |x| that enters a block of the trunk or the final norm.
     new: entries of the tokens for a PrefixCache; None without a prefix.
     teacher_kl: KL from the batch's teacher (`layers.distillation`); None without one.
-    value: of each token's parent, by the critic's head; 0 at roots and padding; None
-      without a value head.
+    value: the value of each token's parent, by the critic's head; 0 at roots and
+      padding; None without a value head.
     best: the most likely words of each token and their log-probabilities, [B, S, K]
       each, without a gradient; None if not asked for.
   """

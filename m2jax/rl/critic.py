@@ -63,7 +63,7 @@ class CriticConfig:
       of the policy's trunk, with its own state of the optimizer.
     weight: factor of its loss.
     lam: λ, in [0, 1].
-    steps: between what λ decays: 'turn' or 'token'.
+    steps: what λ decays by, 'turn' or 'token'.
   """
 
   kind: str = ''

@@ -193,10 +193,12 @@ def place_state(
   sharding: Sharding,
 ) -> TrainState:
   """The state sharded by `state_specs`; unchanged without a mesh. A separate critic's
-  stays where it is."""
-  critic, state = state.critic, dataclasses.replace(state, critic=None)
-  state = sharding.place(state, state_specs(cfg, optimizer, sharding.rules))
-  return dataclasses.replace(state, critic=critic)
+  is left where it is."""
+  if sharding.mesh is None:
+    return state
+  specs = state_specs(cfg, optimizer, sharding.rules)
+  placed = sharding.place(dataclasses.replace(state, critic=None), specs)
+  return dataclasses.replace(placed, critic=state.critic)
 
 
 def _new_state(cfg, optimizer, key, initialize=lambda params: params):
