@@ -15,6 +15,9 @@ import numpy as np
 import optax
 import pytest
 
+from m2jax.checkpoint.manager import CheckpointManager
+from m2jax.forge.config import RlConfig
+from m2jax.optim import OptimizerConfig
 from m2jax.rl import critic, estimators, learner, rewards
 from m2jax.sharding import ONE_DEVICE
 from m2jax.train import step as train_step
@@ -52,9 +55,9 @@ def config(kind='shared', steps='turn', layout='rows', estimator='cispo', **rewa
   )
 
 
-def learner_of(settings):
+def learner_of(settings, tx=None):
   """A learner whose critic has values."""
-  tx = optax.sgd(RATE)
+  tx = tx or optax.sgd(RATE)
   state = critic.begin(settings.critic, copy(start(CFG)), CFG, tx, ONE_DEVICE)
   if settings.critic.kind == 'separate':
     own = train_step.init_state(copy(start(critic.own_model(CFG), 2)), tx)
@@ -239,6 +242,26 @@ def test_one_rollout_per_prompt_learns():
     assert 'value' not in one.variables()['params']
 
 
+@pytest.mark.parametrize('kind', ['detached', 'separate'])
+def test_a_checkpoint_has_the_critic(kind, tmp_path):
+  """Its weights and its optimizer's state: the next update is the same after a restart,
+  and so are its values."""
+  with jax.enable_x64():
+    one = learner_of(config(kind), optax.adam(RATE))
+    credits_ = [one.credit(group(0))]
+    one.update(credits_)
+    with CheckpointManager(tmp_path) as manager:
+      manager.save(1, one.state)
+      manager.wait()
+      like = jax.tree.map(jnp.zeros_like, one.state)
+      first = one.update(credits_)
+      after = copy(one.state)
+      one.state = manager.restore(like=like).state
+    again = one.update(credits_)
+    assert again['value/loss'] == first['value/loss']
+    jax.tree.map(np.testing.assert_array_equal, one.state, after)
+
+
 def test_no_return_is_trained_too():
   """A failure is below what the critic expects; an infrastructure failure is not."""
   end, turns = test_inputs.group(0)[1]
@@ -287,6 +310,25 @@ def test_the_scale_of_a_batch():
 def test_settings_out_of_range(settings, message):
   with pytest.raises(ValueError, match=message):
     critic.CriticConfig(**settings)
+
+
+def test_a_group_of_one():
+  """Needs a critic, or what compares nothing; and a scale of its speed."""
+
+  def rl(**changes):
+    whole = dict(steps=1, seconds=0.0, groups_per_step=1, group_size=1, capacity=1)
+    whole |= dict(window=None, checkpoint_every=1, optimizer=OptimizerConfig())
+    return RlConfig(**whole, learner=dataclasses.replace(config(), **changes))
+
+  none = critic.CriticConfig()
+  assert rl().learner.learns_from_one
+  rl(critic=none, estimator=estimators.make('expert_iteration'))
+  with pytest.raises(ValueError, match='group_size=1.*without learner.critic'):
+    rl(critic=none)
+  fast = rewards.RewardConfig(beta=0.5)
+  with pytest.raises(ValueError, match='group_size=1.*speed_baseline'):
+    rl(reward=fast)
+  rl(reward=dataclasses.replace(fast, speed_baseline=1.0))
 
 
 def test_what_does_not_go_with_a_critic():
