@@ -64,12 +64,14 @@ class CriticConfig:
     weight: factor of its loss.
     lam: λ, in [0, 1].
     steps: what λ decays by, 'turn' or 'token'.
+    passes: those of a separate critic over a batch, for each pass of the policy.
   """
 
   kind: str = ''
   weight: float = 0.5
   lam: float = 1.0
   steps: str = 'turn'
+  passes: int = 1
 
   def __post_init__(self):
     check = functools.partial(require, self)
@@ -77,6 +79,8 @@ class CriticConfig:
     check(self.weight > 0, 'weight', 'positive')
     check(0 <= self.lam <= 1, 'lam', 'in [0, 1]')
     check(self.steps in STEPS, 'steps', f'one of {STEPS}')
+    fits = self.passes == 1 or (self.passes > 1 and self.kind == 'separate')
+    check(fits, 'passes', "at least 1, and 1 unless kind='separate'")
 
   @property
   def on_policy_trunk(self) -> bool:
@@ -225,11 +229,13 @@ class Critic:
   def train(
     self, state: train_step.TrainState | None, batch: Batch
   ) -> train_step.TrainState | None:
-    """A separate critic's state after a pass; the state is donated."""
+    """A separate critic's state after a pass of the policy; the state is donated."""
     if self._step is None:
       return None
     rows, plan = (self._own_experts(part) for part in batch[:2])
-    return self._step(state, batch._replace(rows=rows, plan=plan))[0]
+    for _ in range(self._config.passes):
+      state, _ = self._step(state, batch._replace(rows=rows, plan=plan))
+    return state
 
   def _own_experts(self, part: Any) -> Any:
     """Rows or a plan, without the policy's experts if the critic has its own trunk."""

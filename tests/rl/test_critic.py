@@ -42,12 +42,18 @@ def start(cfg, seed=1):
   return quick.variables(cfg, seed, noise=0.1, bias=0.05)
 
 
+def passes_of(kind):
+  return 2 if kind == 'separate' else 1
+
+
 def config(kind='shared', steps='turn', layout='rows', estimator='cispo', **reward):
   reward = rewards.RewardConfig(alpha=0.0, gamma=GAMMA, **reward)
   return learner.LearnerConfig(
     estimator=estimators.make(estimator, normaliser='trajectory'),
     reward=reward,
-    critic=critic.CriticConfig(kind, weight=WEIGHT, lam=LAMBDA, steps=steps),
+    critic=critic.CriticConfig(
+      kind, weight=WEIGHT, lam=LAMBDA, steps=steps, passes=passes_of(kind)
+    ),
     step=train_step.StepConfig(
       micro_rows=2, detach_mtp=True, mtp_weight=0.0, bias_update_rate=0.0
     ),
@@ -204,7 +210,7 @@ def test_critic_on_trees_equals_unmerged(kind, steps, layout):
     if own:
       theirs_loss = lambda p: value_loss(values_of(p, theirs['router']), returns)
       gradient, want = jax.jit(jax.grad(theirs_loss)), theirs['params']
-      for _ in range(2):
+      for _ in range(2 * passes_of(kind)):
         want = jax.tree.map(lambda p, g: p - RATE * g, want, gradient(want))
       got = moved(one.state.critic.variables['params'], theirs['params'])
       # The vocabulary's head is a copy that values do not use.
@@ -305,6 +311,7 @@ def test_the_scale_of_a_batch():
     (dict(lam=1.1), 'lam=1.1'),
     (dict(weight=0.0), 'weight=0.0'),
     (dict(steps='episode'), "steps='episode'"),
+    (dict(kind='shared', passes=2), 'passes=2'),
   ],
 )
 def test_settings_out_of_range(settings, message):
