@@ -66,6 +66,7 @@ class ModelConfig:
     rms_norm_eps: added to the mean square in every RMSNorm.
     max_positions: longest path from a root, in tokens.
     num_mtp_modules: multi-token-prediction modules; 0 is none.
+    value_head: a critic's head beside that of words (`rl.critic`, which sets it).
     window: positions that a layer with a sliding window sees, its own included; None:
       all layers have full attention. MTP modules always have.
     full_attention_every: with a window, every n-th layer has full attention.
@@ -101,6 +102,7 @@ class ModelConfig:
   rms_norm_eps: float = 1e-6
   max_positions: int = 196_608
   num_mtp_modules: int = 1
+  value_head: bool = False
   window: int | None = None
   full_attention_every: int = 1
   sinks: int = 0

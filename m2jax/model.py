@@ -164,6 +164,9 @@ def trunk(
   return Trunk(x_BxSxD, routing, carry, new_kv, activation_max)
 
 
+BEST = 'words', 'word_logprobs'  # of `Outputs.scores`
+
+
 class Outputs(NamedTuple):
   """One pass over a forest.
 
@@ -178,6 +181,8 @@ class Outputs(NamedTuple):
     activation_max: largest |x| that enters a block of the trunk or the final norm.
     new: entries of the tokens for a PrefixCache; None without a prefix.
     teacher_kl: KL from the batch's teacher (`layers.distillation`); None without one.
+    value: the value of each token's parent, by the critic's head; 0 at roots and
+      padding; None without a value head.
     best: the most likely words of each token and their log-probabilities, [B, S, K]
       each, without a gradient; None if not asked for.
   """
@@ -193,6 +198,15 @@ class Outputs(NamedTuple):
   new: PrefixCache | None = None
   teacher_kl: Float[Array, 'B S'] | None = None
   best: tuple[Int[Array, 'B S K'], Float[Array, 'B S K']] | None = None
+  value: Float[Array, 'B S'] | None = None
+
+  @property
+  def scores(self) -> dict[str, Array]:
+    """What a pass without a gradient gives of each token: its logprob, and where there
+    are these its value, and the most likely BEST."""
+    best = {} if self.best is None else dict(zip(BEST, self.best, strict=True))
+    value = {} if self.value is None else {'value': self.value}
+    return {'logprob': self.logprob, **value, **best}
 
 
 def forward(
@@ -204,6 +218,7 @@ def forward(
   detach_mtp: bool = False,
   comparison: draft_loss.Comparison | None = None,
   entropy_gradient: bool = False,
+  detach_value: bool = False,
   best: int = 0,
   sharding: Sharding = ONE_DEVICE,
 ) -> Outputs:
@@ -219,6 +234,7 @@ def forward(
       modules learn from it.
     comparison: how each MTP module is compared with the trunk; None: no `drafts`.
     entropy_gradient: whether the entropy carries a gradient.
+    detach_value: stop the values' gradient at the trunk: only their head learns.
     best: K, the number of most likely words of each token in `Outputs.best`.
     sharding: the mesh to run on; the result does not depend on it (law 6).
   """
@@ -231,6 +247,7 @@ def forward(
     detach_mtp=detach_mtp,
     comparison=comparison,
     entropy_gradient=entropy_gradient,
+    detach_value=detach_value,
     best=best,
     sharding=sharding,
   )
@@ -252,7 +269,7 @@ def _output_specs(rules: sharding_lib.Rules, cache: Any) -> Any:
   loads = rules.spec('loads', None)
   one = rules.spec('activation_max')
   specs: Any = (token, token, stacked, loads, token, one, token, stacked, cache)
-  specs += token, token
+  specs += token, token, token
   return Outputs(*specs)
 
 
@@ -283,6 +300,7 @@ def _on_shards(
   detach_mtp: bool,
   comparison: draft_loss.Comparison | None,
   entropy_gradient: bool,
+  detach_value: bool,
   best: int,
   sharding: Sharding,
 ) -> Outputs:
@@ -290,7 +308,8 @@ def _on_shards(
   fields = {name: getattr(batch, name) for name in forest_lib.TOKEN_FIELDS}
   batch = dataclasses.replace(batch, **jax.tree.map(sharding.to_zigzag, fields))
   params = variables['params']
-  params = dict(params, **sharding.gather_params({'head': params['head']}, cfg.dtype))
+  heads = {name: params[name] for name in ('head', 'value') if name in params}
+  params = dict(params, **sharding.gather_params(heads, cfg.dtype))
   kv = None if prefix is None else (prefix.k, prefix.v)
   keys = attention.forest_keys(cfg, batch, sharding, kv)
   counted = dict(multiplicity=batch.multiplicity, replay=batch.experts)
@@ -302,6 +321,10 @@ def _on_shards(
   logprob, entropy, *teacher_kl = scored(
     *(params, state, batch, sharding), depth=1, entropy_gradient=entropy_gradient
   )
+  value = None
+  if cfg.value_head:
+    trunk_read = jax.lax.stop_gradient(state) if detach_value else state
+    value = head.values(params, trunk_read, batch)
   if detach_mtp:
     modules_read = jax.lax.stop_gradient((state, params))
   else:
@@ -333,6 +356,7 @@ def _on_shards(
     new=new,
     teacher_kl=back(teacher_kl[0]) if teacher_kl else None,
     best=jax.tree.map(back, head.best(params, state, best, sharding) if best else None),
+    value=jax.tree.map(back, value),
   )
 
 

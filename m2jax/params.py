@@ -1,15 +1,16 @@
 """The parameters of M2, in tables.
 
-Each is a line of `TOP`, `BLOCK` or `MTP`: axes, logical axes (which `sharding.rules`
-maps to a mesh), initialisation, kind, and the name in the released format
-(facts/m2-and-forge.md §1.3, §1.4 and §3). Shapes, initial values, PartitionSpecs,
-optimizer groups, FP8 and the converter read these tables; a new parameter is a line
-here and its use in a layer.
+Each is a line of `TOP`, `BLOCK`, `MTP` or `CRITIC`: axes, logical axes (which
+`sharding.rules` maps to a mesh), initialisation, kind, and the name in the released
+format (facts/m2-and-forge.md §1.3, §1.4 and §3). Shapes, initial values,
+PartitionSpecs, optimizer groups, FP8 and the converter read these tables; a new
+parameter is a line here and its use in a layer.
 
 The variables of a model are
 
   params: TOP's arrays · layers {BLOCK's, leading L}
           · mtp {MTP's, leading mtp; layers {BLOCK's, leading mtp}; absent without MTP}
+          · CRITIC's, with a value head
   router: layers [L, E] · mtp [mtp, E]: selection biases, state rather than parameters.
 
 Axes: V vocabulary, D model, DD two of D, Q = N·H query, KV = K·H key/value, E experts,
@@ -33,7 +34,7 @@ class Kind(enum.StrEnum):
   """What optimizers and weight decay are chosen by, instead of names."""
 
   EMBEDDING = 'embedding'  # [V, D]: rows are looked up
-  HEAD = 'head'  # [D, V]
+  HEAD = 'head'  # [D, V], and [D, 1] of values
   NORM = 'norm'  # [D]: scales
   MATRIX = 'matrix'  # [in, out]
   ROUTER = 'router'  # [D, E]
@@ -115,7 +116,11 @@ MTP: dict[str, Param] = {
   'embed_norm': _norm('D', 'e_norm.weight'),
   'proj': _matrix('DD D', 'model -', 'linear_projection.weight'),
 }
-BY_NAME: Mapping[str, Param] = collections.ChainMap(TOP, BLOCK, MTP)
+# Not in releases.
+CRITIC: dict[str, Param] = {
+  'value': Param(('D', 'values'), ('model', None), Kind.HEAD, 'zeros', ''),
+}
+BY_NAME: Mapping[str, Param] = collections.ChainMap(TOP, BLOCK, MTP, CRITIC)
 
 ROUTER_BIAS = f'{_MOE}e_score_correction_bias'  # released name of the selection biases
 
@@ -130,6 +135,7 @@ def sizes(cfg: ModelConfig) -> dict[str, int]:
     'KV': cfg.num_kv_heads * cfg.head_dim,
     'E': cfg.num_experts,
     'F': cfg.expert_dim,
+    'values': 1,
   }
 
 
@@ -158,6 +164,8 @@ def tree(cfg: ModelConfig, leaf: Callable[[str, Param, tuple[int, ...]], Any]) -
   params = {'embed': top.pop('embed'), 'layers': several(BLOCK, cfg.num_layers), **top}
   if modules:
     params['mtp'] = {**several(MTP, modules), 'layers': several(BLOCK, modules)}
+  if cfg.value_head:
+    params |= several(CRITIC)
   return params
 
 
@@ -196,6 +204,7 @@ def dtype_of(kind: Kind, cfg: ModelConfig) -> jnp.dtype:
 # stream, two in each layer, are scaled down by the number of layers.
 INITS: dict[str, Callable[[tuple[int, ...], ModelConfig], float]] = {
   'normal': lambda shape, cfg: 0.02,
+  'zeros': lambda shape, cfg: 0.0,
   'fan_in': lambda shape, cfg: shape[-2] ** -0.5,
   'residual': lambda shape, cfg: shape[-2] ** -0.5 * (2 * cfg.num_layers) ** -0.5,
 }

@@ -21,7 +21,7 @@ from tests import quick
 def test_every_leaf_of_the_model_has_its_kind():
   """A leaf that some rule takes for another one (embed_norm for an embedding) would
   train wrongly: its line is found by its name alone, and has the axes of its shape."""
-  cfg = dataclasses.replace(config.tiny(), num_mtp_modules=3)
+  cfg = dataclasses.replace(config.tiny(), num_mtp_modules=3, value_head=True)
   tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
   variables = jax.eval_shape(model.M2(cfg).init, jax.random.key(0), tokens)
   leaves = jax.tree_util.tree_leaves_with_path(kinds(variables['params']))

@@ -21,12 +21,13 @@ from benchmarks import windowed_fifo_rl
 from benchmarks.claims import tasks
 from m2jax import forest
 from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimizer
-from m2jax.rl import estimators, rewards
+from m2jax.rl import critic, estimators, rewards
 from m2jax.rl import learner as learner_lib
 from m2jax.rollout.api import GenerateRequest, Handle, SamplingParams
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving.scheduler import Scheduler
+from m2jax.sharding import ONE_DEVICE
 from m2jax.train import step as train_step
 
 SEEDS_OF_RUN = 2**24  # seeds of requests; evaluations have the upper half
@@ -68,6 +69,8 @@ class Arm:
     parameters: the estimator's fields, as items.
     reward: the reward; by default the verdict and the paid turns alone.
     age: updates by which the engine's weights are old.
+    critic: learned values; none by default.
+    single: every group is one episode, with as many more groups.
   """
 
   task: tasks.Task
@@ -75,6 +78,8 @@ class Arm:
   parameters: tuple[tuple[str, Any], ...] = ()
   reward: rewards.RewardConfig = rewards.RewardConfig(alpha=0.0)
   age: int = 0
+  critic: critic.CriticConfig = critic.CriticConfig()
+  single: bool = False
 
 
 class Trainer:
@@ -93,6 +98,9 @@ class Trainer:
     """One run: success before and after it, of each update, and what it took."""
     wall_s, cpu_s = time.monotonic(), time.process_time()
     sizes, task = self.sizes, arm.task
+    groups, size = sizes.groups, sizes.size
+    if arm.single:
+      groups, size = groups * size, 1
     learner = self.learner(arm, rate, seed)
     rng = np.random.default_rng((seed, 1))
     scheduler = Scheduler(self.engine(task), learner.variables(), 0).start()
@@ -100,16 +108,16 @@ class Trainer:
     try:
       start = self.evaluate(scheduler, task, seed)
       for _ in range(sizes.updates):
-        asked = [task.instance(rng) for _ in range(sizes.groups)]
-        first = seed * SEEDS_OF_RUN + index * sizes.size * task.turns
-        episodes = sample(scheduler, task, asked, sizes.size, first)
-        groups = [
+        asked = [task.instance(rng) for _ in range(groups)]
+        first = seed * SEEDS_OF_RUN + index * size * task.turns
+        episodes = sample(scheduler, task, asked, size, first)
+        taken = [
           tasks.group(task, index + i, symbols, found)
           for i, (symbols, found) in enumerate(zip(asked, episodes, strict=True))
         ]
-        index += sizes.groups
+        index += groups
         curve.append(_right(task, asked, episodes))
-        metrics.append(learner.update([learner.credit(g) for g in groups]))
+        metrics.append(learner.update([learner.credit(g) for g in taken]))
         variables, version = learner.variables(), learner.version
         if arm.age:  # device arrays of the state are donated
           variables = jax.tree.map(np.asarray, variables)
@@ -156,7 +164,7 @@ class Trainer:
     """The learner of an arm, with the weights after SFT and no updates."""
     start = jax.tree.map(jnp.asarray, self._start(arm.task, seed))
     learner = self._learner(arm, rate)
-    learner.state = train_step.init_state(start, _optimizer(rate))
+    learner.state = self._begin(arm, start, rate)
     return learner
 
   def evaluate(self, scheduler: Scheduler, task: tasks.Task, seed: int) -> float:
@@ -188,7 +196,8 @@ class Trainer:
     return self._starts[key]
 
   def _learner(self, arm: Arm, rate: float) -> learner_lib.Learner:
-    key = arm.estimator, arm.parameters, arm.reward, arm.task.context_tokens, rate
+    key = arm.estimator, arm.parameters, arm.reward, arm.critic
+    key += arm.task.context_tokens, rate
     if key not in self._learners:
       row = -(-self.sizes.size * arm.task.context_tokens // 32) * 32
       config = learner_lib.LearnerConfig(
@@ -197,15 +206,20 @@ class Trainer:
         buckets=forest.Buckets((row,), (row,)),
         estimator=estimators.make(arm.estimator, **dict(arm.parameters)),
         reward=arm.reward,
+        critic=arm.critic,
         step=train_step.StepConfig(
           micro_rows=self.sizes.groups, mtp_weight=0.0, bias_update_rate=0.0
         ),
       )
-      tx = _optimizer(rate)
       like = train_step.init_variables(self.cfg, jax.random.key(0))
-      state = train_step.init_state(like, tx)
-      self._learners[key] = learner_lib.Learner(self.cfg, config, tx, state)
+      state = self._begin(arm, like, rate)
+      self._learners[key] = learner_lib.Learner(
+        self.cfg, config, _optimizer(rate), state
+      )
     return self._learners[key]
+
+  def _begin(self, arm: Arm, variables: Any, rate: float) -> train_step.TrainState:
+    return critic.begin(arm.critic, variables, self.cfg, _optimizer(rate), ONE_DEVICE)
 
 
 def sample(
@@ -254,11 +268,13 @@ def response(handle: Handle | tasks.Response) -> tasks.Response:
 
 
 def of_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-  """What a table shows of the learner's metrics: means over updates that trained, and
-  `episode_s`, the time of episodes in the last quarter of all updates."""
+  """What a table shows of the learner's metrics: means over updates that trained, 0
+  where there are none; and `episode_s`, the time of episodes in the last quarter of all
+  updates."""
   trained = [m for m in metrics if 'entropy' in m]
   names = {'clipped': 'clip_fraction', 'lag': 'policy/lag_mean', 'entropy': 'entropy'}
-  found = {k: [m[name] for m in trained] for k, name in names.items()}
+  names['explained'] = 'value/explained_variance'
+  found = {k: [m[name] for m in trained if name in m] for k, name in names.items()}
   found['episode_s'] = [m['wall_s'] for m in metrics[-(-3 * len(metrics) // 4) :]]
   return {k: float(np.mean(v)) if v else 0.0 for k, v in found.items()}
 

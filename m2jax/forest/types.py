@@ -73,6 +73,7 @@ class Forest:
       None.
     reference_logprob, teacher_logprob: each term's log-probability under other weights,
       or None.
+    returns: what a critic learns at each term (`rl.critic`), or None.
     completion, trajectory: Σ log π/π_old and number of the terms of the sample, or of
       the trajectory, that a term belongs to (`rl.inputs`); or None.
     experts: recorded expert ids (-1: not replayed), or None.
@@ -104,6 +105,7 @@ class Forest:
   )
   reference_logprob: Float[Array, 'B M'] | None = _computed()
   teacher_logprob: Float[Array, 'B M'] | None = _computed()
+  returns: Float[Array, 'B M'] | None = _computed()
   completion: Float[Array, 'B M 2'] | None = _computed()
   trajectory: Float[Array, 'B M 2'] | None = _computed()
   experts: Int32[Array, 'B S L k'] | None = _per_token(np.int32, fill=-1, default=None)

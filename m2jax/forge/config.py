@@ -66,7 +66,8 @@ class RlConfig:
     steps: total number of updates.
     seconds: also stop after this much RL time, restarts included; 0 is no limit.
     groups_per_step: work items per update.
-    group_size: G, trajectories per item.
+    group_size: G, trajectories per item; 1 needs a critic (`rl.critic`), or another
+      learner that does not compare them.
     capacity: N, the groups that are submitted and neither taken nor failed.
     window: which of them may be taken: W of windowed FIFO in items ('default' is
       ⌊0.3 N⌋), None for all, or another rule (`pool.windows`).
@@ -129,6 +130,13 @@ class RlConfig:
   def __post_init__(self):
     check = functools.partial(require, self)
     check(self.refill_factor >= 1, 'refill_factor', 'at least 1')
+    check(self.group_size >= 1, 'group_size', 'at least 1')
+    alone = self.group_size == 1
+    fits = not alone or self.learner.learns_from_one
+    check(fits, 'group_size', 'at least 2 without learner.critic: a baseline compares')
+    reward = self.learner.reward
+    timed = not (alone and reward.beta) or reward.speed_baseline is not None
+    check(timed, 'group_size', 'at least 2 with reward.beta and no speed_baseline')
     check(self.updates_per_batch >= 1, 'updates_per_batch', 'at least 1')
     check(self.item_deadline_s > 0, 'item_deadline_s', 'positive')
     limit = self.max_failed_groups

@@ -27,7 +27,7 @@ from m2jax.forge import authored
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe.metrics import MetricsWriter
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.rl import distillation
+from m2jax.rl import critic, distillation
 from m2jax.rl.learner import Learner
 from m2jax.sharding import ONE_DEVICE, Sharding
 from m2jax.tasks import demonstrations
@@ -273,7 +273,9 @@ def learner(
     config.model,
     config.rl.learner,
     optimizer,
-    train_step.start_state(variables, config.model, optimizer, sharding),
+    critic.begin(
+      *(config.rl.learner.critic, variables, config.model, optimizer, sharding)
+    ),
     sharding,
     served,
     taught,

@@ -53,7 +53,7 @@ class SampleCounts:
     """
     for group, credit in zip(groups, credits_, strict=True):
       for (t, completions), one in zip(group, credit.credits, strict=True):
-        trained = not credit.dropped and bool(np.any(one.advantages))
+        trained = not credit.dropped and one.trained
         ages = [age(c).max() for c in completions if len(c.response_ids)]
         self._add(
           'trained' if trained else 'dropped',

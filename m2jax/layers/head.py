@@ -1,4 +1,4 @@
-"""The untied head; a token is scored from the state of its parent (law 2).
+"""The heads: a token is scored, and valued, from the state of its parent (law 2).
 
 Axes: B rows, S tokens, P tokens of a cached prefix, D model, V vocabulary.
 """
@@ -60,6 +60,15 @@ def score(
   )
   live, shape = scored(batch, depth), batch.tokens.shape
   return tuple(jnp.where(live, x.reshape(shape), 0) for x in (logprob, entropy))
+
+
+def values(params, state: Float[Array, 'B S D'], batch: Forest) -> Float[Array, 'B S']:
+  """A critic's value of each token's parent: of the state the token was sampled in.
+
+  At least fp32; 0 at roots and padding.
+  """
+  found = fp32.matmul(state, params['value'])[..., 0]
+  return jnp.where(scored(batch, 1), found, 0)
 
 
 def best(

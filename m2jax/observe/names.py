@@ -270,6 +270,27 @@ _OFF_POLICY = (
     'lower bound by its top K',
     when='rl.learner.distillation has teachers',
   ),
+  Metric(
+    'value/mean',
+    _RL,
+    '1',
+    "mean of a critic's values over tokens, before the update",
+    when='there is a critic',
+  ),
+  Metric(
+    'value/loss',
+    _RL,
+    '1',
+    'mean of (value − return)² over tokens, before the update',
+    when='there is a critic',
+  ),
+  Metric(
+    'value/explained_variance',
+    _RL,
+    '1',
+    '1 − variance of (return − value) / variance of returns',
+    when='there is a critic',
+  ),
   Metric('abs_log_ratio', _RL, 'nats', 'mean of |log π/π_old| over tokens', ('plot',)),
   Metric(
     'mismatch/tokens',

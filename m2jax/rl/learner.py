@@ -26,10 +26,12 @@ from absl import logging
 
 from m2jax import forest
 from m2jax import sharding as sharding_lib
+from m2jax.checks import require
 from m2jax.config import ModelConfig
 from m2jax.records import Completion, Lineages
 from m2jax.rl import (
   agreement,
+  critic,
   distillation,
   estimators,
   inputs,
@@ -58,6 +60,8 @@ class LearnerConfig:
       of a module of `rl.estimators` or of an import path.
     reward: the composite reward.
     distillation: teachers, whose distributions the policy is drawn to.
+    critic: learned values, in place of the reward's `baseline`; the reward's
+      `normalise` is then 'none', its default, or 'batch'.
     step: train-step settings; MTP is detached from the policy (m2-and-forge.md §3). For
       an engine that drafts, Forge's loss is `mtp_weight=0` with a `draft_weight`.
     shuffle_rewards: a control that permutes success over each group's trajectories, and
@@ -72,6 +76,7 @@ class LearnerConfig:
   estimator: estimators.EstimatorConfig = cispo.Config()
   reward: rewards.RewardConfig = rewards.RewardConfig()
   distillation: distillation.DistillationConfig = distillation.DistillationConfig()
+  critic: critic.CriticConfig = critic.CriticConfig()
   step: train_step.StepConfig = train_step.StepConfig(detach_mtp=True)
   shuffle_rewards: bool = False
 
@@ -83,9 +88,24 @@ class LearnerConfig:
         f'must be at least row_tokens={self.row_tokens}'
       )
 
+    if self.critic.kind:
+      fits = self.reward.normalise != 'group'
+      require(self.reward, fits, 'normalise', "'none' or 'batch' with a critic")
+      fits = not self.estimator.own_credit
+      require(self.estimator, fits, 'kind', 'one that takes advantages, with a critic')
+
+  @property
+  def learns_from_one(self) -> bool:
+    """Whether a trajectory alone in its group is trained."""
+    without = self.reward.baseline == 'none' or self.estimator.own_credit
+    return bool(self.critic.kind or without or self.distillation.directories)
+
   @property
   def reward_of_estimator(self) -> rewards.RewardConfig:
-    """The reward, with the estimator's scale unless it has its own."""
+    """The reward, with the estimator's scale unless it has its own; with a critic its
+    advantages are returns."""
+    if self.critic.kind:
+      return dataclasses.replace(self.reward, baseline='none', normalise='none')
     if self.reward.normalise is not None:
       return self.reward
     return dataclasses.replace(self.reward, normalise=self.estimator.normalise)
@@ -95,16 +115,22 @@ class LearnerConfig:
 class Objective:
   """The loss of a forest's terms [B, M], and its off-policy metrics.
 
-  A `train.step.Objective`: the estimator's, and that of the teachers if there are any.
-  `inputs` and `distillation.Teachers` fill what they need of the batch.
+  A `train.step.Objective`: the estimator's, that of the teachers if there are any, and
+  that of a critic on the policy's trunk.
+  `inputs`, `distillation.Teachers` and `critic` fill what they need of the batch.
   """
 
   estimator: estimators.EstimatorConfig = cispo.Config()
   distillation: distillation.DistillationConfig = distillation.DistillationConfig()
+  critic: critic.CriticConfig = critic.CriticConfig()
 
   @property
   def needs_entropy(self) -> bool:
     return 'entropy' in self.estimator.inputs
+
+  @property
+  def detach_value(self) -> bool:
+    return self.critic.kind == 'detached'
 
   def __call__(
     self,
@@ -112,6 +138,7 @@ class Objective:
     batch: forest.Forest,
     entropy: jax.Array | None = None,
     teacher_kl: jax.Array | None = None,
+    value: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     terms, teachers = terms_lib.of(logprob, batch, entropy), self.distillation
     if teachers.reward_weight != 1:
@@ -123,6 +150,8 @@ class Objective:
     if teachers.directories:
       taught, sums = distillation.loss(teachers, logprob, batch, teacher_kl)
       loss, metrics = loss + taught, metrics | sums
+    if value is not None:
+      loss += critic.loss(self.critic, value, batch)
     return loss, metrics
 
 
@@ -171,7 +200,7 @@ class Learner:
       cfg: the model.
       config: settings.
       optimizer: the state's optimizer.
-      state: the state to start from.
+      state: the state to start from; with a critic, that of `critic.begin`.
       sharding: the mesh.
       served: maps the state's variables to what `variables` returns.
       teachers: those of `config.distillation`.
@@ -182,6 +211,10 @@ class Learner:
     """
     config = dataclasses.replace(config, step=config.step.on(sharding))
     self._config, self._served = config, served
+    self._critic = critic.Critic(
+      *(config.critic, config.reward, cfg, config.step, optimizer, sharding)
+    )
+    cfg = critic.policy_model(config.critic, cfg)
     self.state = train_step.place_state(state, cfg, optimizer, sharding)
     self.lineages = Lineages()
     self.hosts = hosts_lib.find(sharding)
@@ -192,7 +225,7 @@ class Learner:
     self._teachers = distillation.Teachers(
       config.distillation, cfg, config.step, sharding, teachers
     )
-    objective = Objective(self._estimator, config.distillation)
+    objective = Objective(self._estimator, config.distillation, config.critic)
     self._step = train_step.make_step(
       cfg,
       optimizer,
@@ -212,13 +245,14 @@ class Learner:
 
     With several processes all of them must call it.
     """
-    return self._served(self.state.variables)
+    return self._served(critic.without_head(self.state.variables))
 
   def credit(self, group: rewards.Group) -> rewards.GroupCredit:
     """Computes rewards and advantages of a group, the input of `update`."""
     if self._config.shuffle_rewards:
       group = _shuffle_rewards(group)
     credit = self._estimator.credit(rewards.advantages(group, self._reward))
+    credit = critic.credit(self._config.critic, credit)
     return distillation.credit(self._config.distillation, credit)
 
   def update(
@@ -246,7 +280,7 @@ class Learner:
     credits_ = rewards.scaled(credits_, self._reward)
     groups_samples = samples.from_groups(
       *(credits_, normaliser, self._lags),
-      'trajectory' in self._estimator.inputs,
+      'trajectory' in self._estimator.inputs or bool(self._config.critic.kind),
       teachers.number if teachers.directories else None,
     )
     metrics = dict(rewards.summary(credits_), **self._lag(credits_))
@@ -275,14 +309,18 @@ class Learner:
     With several processes all of them call it, each with its host's part.
     """
     started_s, version = time.monotonic(), self.version + 1
-    fetched, agreed, skipped = {}, {}, 0.0
+    fetched, agreed, values, skipped = {}, {}, {}, 0.0
     if packed.batch.empty:
       logging.info('step %d: every group has zero advantage', version)
     else:
       batch = self._teachers.of(self._inputs.of_reference(packed.batch))
+      batch, values = self._critic.advantages(self.state, batch)
       for _ in range(passes):
         batch = self._inputs.of_sequences(self.state, batch)
-        self.state, scalars = self._step(self.state, batch)
+        own = self._critic.train(self.state.critic, batch)
+        state = dataclasses.replace(self.state, critic=None)
+        state, scalars = self._step(state, batch)
+        self.state = dataclasses.replace(state, critic=own)
         fetched = distillation.finish(train_step.fetch(scalars))
         skipped += fetched['skipped']
         # Of the first pass, before the weights change.
@@ -294,6 +332,7 @@ class Learner:
       **packed.metrics,
       **agreement.without_sums(fetched),
       **agreed,
+      **values,
       'skipped': skipped,
       'forest_tokens': packed.tokens,
       'train_s': seconds,

@@ -22,7 +22,7 @@ from m2jax.train import chunks, feeds
 from m2jax.train import hosts as hosts_lib
 from m2jax.train import step as train_step
 
-BEST = 'words', 'word_logprobs'  # of each token
+BEST = model.BEST  # of each token, where other scores are of terms
 # What gradient passes alone read.
 _NOT_READ = dict.fromkeys(forest.TEACHER_TOKENS)
 
@@ -57,9 +57,9 @@ class Passes:
     self._chunks = chunks.scoring(self._cfg, config, sharding, best)
 
   def of_rows(self, variables, rows: forest.Forest) -> dict[str, Any]:
-    """logprob and the fields read, [micro-batches, B, M]; BEST, [… B, S, K].
+    """logprob, value and the fields read, [micro-batches, B, M]; BEST, [… B, S, K].
 
-    The micro-batches of all hosts.
+    The micro-batches of all hosts. The value is that of a model with a value head.
     """
     rows = dataclasses.replace(rows, **_NOT_READ)
     parts = [
@@ -69,15 +69,14 @@ class Passes:
     return jax.tree.map(lambda *values: np.stack(values), *jax.device_get(parts))
 
   def of_tree(self, variables, plan: forest.Plan) -> dict[str, Any]:
-    """logprob and the fields read, [1, M]; BEST, [1, N, K]."""
+    """logprob, value and the fields read, [1, M]; BEST, [1, N, K]."""
     tree = dataclasses.replace(plan.tree, **_NOT_READ)
     scored = chunks.scores(
       self._chunks, variables, dataclasses.replace(plan, tree=tree)
     )
-    logprob, *best = scored if self._best else [scored]
-    read = {name: getattr(tree, name) for name in self._read}
-    words = dict(zip(BEST, best, strict=False))
-    return {'logprob': logprob[:, tree.term_token[0]], **read, **words}
+    at = tree.term_token[0]
+    found = {name: x if name in BEST else x[:, at] for name, x in scored.items()}
+    return found | {name: getattr(tree, name) for name in self._read}
 
   def own(self, of_all: np.ndarray, rows: forest.Forest) -> np.ndarray:
     """This host's rows [n, …] of all micro-batches' [micro-batches, B, …]."""
@@ -88,6 +87,8 @@ class Passes:
     out = model.forward(
       self._cfg, variables, batch, best=self._best, sharding=self._sharding
     )
-    read = {name: getattr(batch, name) for name in self._read}
-    words = dict(zip(BEST, out.best, strict=True)) if out.best is not None else {}
-    return {'logprob': train_step.at_terms(out.logprob, batch), **read, **words}
+    found = {
+      name: x if name in BEST else train_step.at_terms(x, batch)
+      for name, x in out.scores.items()
+    }
+    return found | {name: getattr(batch, name) for name in self._read}

@@ -127,6 +127,7 @@ class Credit:
     advantages: [len(completions)] float64, Â of every token of each completion.
     reward: the reward for reports; None if masked.
     unused: number of completions not trained because the agent did not act on them.
+    returns: `advantages` are returns, from which a critic's values are subtracted.
   """
 
   trajectory: records.Trajectory
@@ -134,11 +135,17 @@ class Credit:
   advantages: np.ndarray
   reward: TrajectoryReward | None
   unused: int = 0
+  returns: bool = False
 
   @property
   def masked(self) -> bool:
     """Infrastructure failure: not in the loss, the normaliser or the baseline."""
     return self.reward is None
+
+  @property
+  def trained(self) -> bool:
+    """Whether a term has an advantage, if the group is trained."""
+    return bool(np.any(self.advantages)) or (self.returns and bool(self.completions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,9 +364,7 @@ def summary(groups: Sequence[GroupCredit]) -> dict[str, float]:
   """
   judged = [c for g in groups for c in g.credits if not c.masked]
   paid = [c.reward for c in judged if c.reward]
-  untrained = sum(
-    bool(g.dropped) or not np.any(c.advantages) for g in groups for c in g.credits
-  )
+  untrained = sum(bool(g.dropped) or not c.trained for g in groups for c in g.credits)
   families: dict[str, list[float]] = {}
   for c in judged:
     for name in {c.trajectory.family, c.trajectory.domain} - {''}:

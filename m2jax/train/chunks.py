@@ -174,8 +174,7 @@ class _Functions(NamedTuple):
     return model.forward(self.cfg, variables, batch, _visible(stack, batch), **how)
 
   def _scores(self, out):
-    scores = out.logprob if out.best is None else (out.logprob, *out.best)
-    return jax.tree.map(lambda x: x[:1], scores)
+    return {name: x[:1] for name, x in out.scores.items()}
 
   def leaf(self, variables, sums, stack, cotangents, batch):
     def none(new):
@@ -239,15 +238,9 @@ class _Functions(NamedTuple):
     `params` are used in place of those of the variables.
     """
     variables = {**variables, 'params': params}
+    options = train_step.forward_options(self.objective, self.config)
     out = model.forward(
-      self.cfg,
-      variables,
-      batch,
-      prefix,
-      detach_mtp=self.config.detach_mtp,
-      comparison=self.config.comparison,
-      entropy_gradient=train_step.needs_entropy(self.objective),
-      sharding=self.sharding,
+      self.cfg, variables, batch, prefix, sharding=self.sharding, **options
     )
     loss, metrics = train_step.loss_and_metrics(
       out, batch, self.cfg, self.objective, self.config
@@ -353,11 +346,8 @@ def gradients(parts: Programs, variables, plan: Plan):
   return sums
 
 
-def scores(parts: Scoring, variables, plan: Plan) -> Any:
-  """log p(token | its path) of the tokens of a tree, [1, N]; 0 at roots.
-
-  With `best` of them a tuple with their most likely words and these words'
-  log-probabilities, [1, N, K] each.
+def scores(parts: Scoring, variables, plan: Plan) -> dict[str, np.ndarray]:
+  """`model.Outputs.scores` of the tokens of a tree, [1, N …]; 0 at roots.
 
   Args:
     parts: the result of `scoring`.

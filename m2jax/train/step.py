@@ -39,7 +39,8 @@ from m2jax.train import feeds
 # (logprob [B, M], batch) → scalar loss, dict of scalar metrics; all of them sums,
 # except those whose names end in _max. One whose attribute `needs_entropy` is true is
 # also given the entropy [B, M]; with a teacher's words in the batch any is given
-# `teacher_kl` [B, M].
+# `teacher_kl` [B, M], and of a model with a value head `value` [B, M]; where its
+# attribute `detach_value` is true, the trunk has no gradient from the values.
 Objective = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 Step = Callable[['TrainState', Any], tuple['TrainState', dict[str, jax.Array]]]
 
@@ -53,11 +54,14 @@ class TrainState:
     step: int32 scalar, optimizer steps taken.
     variables: {'params', 'router'} of the model.
     opt_state: the optimizer's.
+    critic: the state of a critic with a trunk of its own (`rl.critic`); steps do not
+      take it.
   """
 
   step: jax.Array
   variables: dict[str, Any]
   opt_state: Any
+  critic: TrainState | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +192,13 @@ def place_state(
   optimizer: optax.GradientTransformation,
   sharding: Sharding,
 ) -> TrainState:
-  """The state sharded by `state_specs`; unchanged without a mesh."""
-  return sharding.place(state, state_specs(cfg, optimizer, sharding.rules))
+  """The state sharded by `state_specs`; unchanged without a mesh. A separate critic's
+  is left where it is."""
+  if sharding.mesh is None:
+    return state
+  specs = state_specs(cfg, optimizer, sharding.rules)
+  placed = sharding.place(dataclasses.replace(state, critic=None), specs)
+  return dataclasses.replace(placed, critic=state.critic)
 
 
 def _new_state(cfg, optimizer, key, initialize=lambda params: params):
@@ -206,6 +215,16 @@ def at_terms(values: jax.Array, batch: Forest) -> jax.Array:
 def needs_entropy(objective: Objective) -> bool:
   """Whether the objective is also given the entropy, with its gradient."""
   return getattr(objective, 'needs_entropy', False)
+
+
+def forward_options(objective: Objective, config: StepConfig) -> dict[str, Any]:
+  """How `model.forward` is called for the loss and its gradient."""
+  return dict(
+    detach_mtp=config.detach_mtp,
+    comparison=config.comparison,
+    entropy_gradient=needs_entropy(objective),
+    detach_value=getattr(objective, 'detach_value', False),
+  )
 
 
 def nll(logprob: jax.Array, batch: Forest) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -265,15 +284,8 @@ def loss_and_loads(
 ):
   """Scalar loss and (metrics, expert loads) of one forest batch."""
   variables = {'params': params, 'router': router_state, 'route': route}
-  out = model.forward(
-    cfg,
-    variables,
-    batch,
-    detach_mtp=config.detach_mtp,
-    comparison=config.comparison,
-    entropy_gradient=needs_entropy(objective),
-    sharding=sharding,
-  )
+  options = forward_options(objective, config)
+  out = model.forward(cfg, variables, batch, sharding=sharding, **options)
   loss, metrics = loss_and_metrics(out, batch, cfg, objective, config)
   return loss, (metrics, out.loads)
 
@@ -293,6 +305,8 @@ def loss_and_metrics(
   more = {}
   if out.teacher_kl is not None:
     more['teacher_kl'] = at_terms(out.teacher_kl, batch)
+  if out.value is not None:
+    more['value'] = at_terms(out.value, batch)
   loss, metrics = objective(at_terms(out.logprob, batch), batch, *entropy, **more)
 
   def weighted(values):  # [B, S] → sum over the terms

@@ -82,6 +82,7 @@ def test_completing_changes_nothing():
     **{
       **dataclasses.asdict(LearnerConfig()),
       'buckets': LearnerConfig().buckets,
+      'critic': LearnerConfig().critic,
       'distillation': LearnerConfig().distillation,
       'estimator': LearnerConfig().estimator,
       'row_tokens': 2048,

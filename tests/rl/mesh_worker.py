@@ -21,7 +21,7 @@ import numpy as np
 
 from m2jax import forest, platforms, sharding
 from m2jax.optim import optimizer as optimizer_lib
-from m2jax.rl import estimators, learner, rewards
+from m2jax.rl import critic, estimators, learner, rewards
 from m2jax.rl.estimators import cispo
 from m2jax.train import step as train_step
 from tests import quick
@@ -32,11 +32,12 @@ from tests.sharding.mesh_worker import relative_errors
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A mesh, whether recorded expert ids are replayed, and the estimator."""
+  """A mesh, whether recorded expert ids are replayed, the estimator, and the critic."""
 
   mesh: dict[str, Any]
   replay: bool = True
   estimator: estimators.EstimatorConfig = cispo.Config()
+  critic: str = ''
 
 
 CASES = {
@@ -55,6 +56,8 @@ CASES = {
       'gspo', clip_low=0.5, clip_high=0.5, reference_kl=0.1, entropy_bonus=0.1
     ),
   ),
+  'critic': Case(dict(fsdp=2, tensor=2, context=2), critic='shared'),
+  'own critic': Case(dict(data=2, fsdp=2, expert=2), critic='separate'),
 }
 ROW_TOKENS = 16
 
@@ -86,9 +89,10 @@ def updates(case: Case, where: sharding.Sharding):
       bias_update_rate=1e-2,
     ),
     estimator=case.estimator,
+    critic=critic.CriticConfig(case.critic, lam=0.8),
   )
   variables = jax.tree.map(jnp.asarray, quick.variables(cfg, 0, noise=0.1, bias=0.1))
-  state = train_step.init_state(variables, optimizer)
+  state = critic.begin(config.critic, variables, cfg, optimizer, where)
   one = learner.Learner(cfg, config, optimizer, state, where)
   pool = Pool(case.replay)
   for _ in range(2):
@@ -99,15 +103,15 @@ def updates(case: Case, where: sharding.Sharding):
 
 
 @functools.cache
-def alone(replay: bool, estimator: estimators.EstimatorConfig):
+def alone(replay: bool, estimator: estimators.EstimatorConfig, critic: str):
   """`updates` of one device."""
-  return updates(Case({}, replay, estimator), sharding.ONE_DEVICE)
+  return updates(Case({}, replay, estimator, critic), sharding.ONE_DEVICE)
 
 
 def run(case: Case) -> dict[str, Any]:
   where = sharding.make(sharding.MeshConfig(**case.mesh))
   one, scalars = updates(case, where)
-  reference, want = alone(case.replay, case.estimator)
+  reference, want = alone(case.replay, case.estimator, case.critic)
   states = jax.device_get((one.state, reference.state))
   errors = relative_errors((states[0], scalars), (states[1], want))
   worst = max(errors, key=errors.get)

@@ -227,11 +227,12 @@ def test_an_estimator_that_needs_nothing_adds_nothing(monkeypatch, float64):
   given = {name for name, value in vars(rows).items() if value is not None}
   assert not given & {
     *('term_trajectory', 'reference_logprob', 'completion', 'trajectory'),
-    *('term_teacher', 'teacher_logprob', *forest.TEACHER_TOKENS),
+    *('returns', 'term_teacher', 'teacher_logprob', *forest.TEACHER_TOKENS),
   }
   assert one._inputs.of_reference(packed.batch) is packed.batch
   assert one._inputs.of_sequences(one.state, packed.batch) is packed.batch
   assert one._teachers.of(packed.batch) is packed.batch
+  assert one._critic.advantages(one.state, packed.batch)[0] is packed.batch
 
   cfg = dataclasses.replace(CFG, num_mtp_modules=0)
   variables = quick.variables(cfg, 0)

@@ -17,6 +17,7 @@ LONG = ('data fsdp context',)
 THOROUGH = ('fsdp expert tensor', 'tensor context')
 FREE = ('expert context', 'imitation')
 SEQUENCES = ('sequences',)  # and a reference, by passes of their own
+CRITIC, OWN_CRITIC = ('critic',), ('own critic',)
 
 
 def test_every_pair_of_axes_is_in_a_mesh():
@@ -34,6 +35,8 @@ def test_every_pair_of_axes_is_in_a_mesh():
     pytest.param(THOROUGH, marks=pytest.mark.thorough),
     pytest.param(FREE, marks=pytest.mark.thorough),
     pytest.param(SEQUENCES, marks=pytest.mark.long),
+    pytest.param(CRITIC, marks=pytest.mark.thorough),
+    pytest.param(OWN_CRITIC, marks=pytest.mark.thorough),
   ],
 )
 def test_updates_do_not_depend_on_the_mesh(names):

@@ -87,6 +87,11 @@ class EstimatorConfig:
     used = {'reference': self.reference_kl, 'entropy': self.entropy_bonus}
     return frozenset(self.needs) | {name for name, weight in used.items() if weight}
 
+  @property
+  def own_credit(self) -> bool:
+    """Whether its credit is not the rewards' own."""
+    return type(self).credit is not EstimatorConfig.credit
+
   def credit(self, group: rewards.GroupCredit) -> rewards.GroupCredit:
     """The group with the advantages that are trained; by default as rewards gave it."""
     return group
