@@ -159,7 +159,7 @@ def trunk(
   activation_max = None
   if multiplicity is not None:
     activation_max = jax.lax.stop_gradient(jnp.append(entering, largest(x)))
-  x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
+  x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps, cfg.invariant)
   x_BxSxD = sharding.gather_residual(x).reshape(*tokens.shape, -1)
   return Trunk(x_BxSxD, routing, carry, new_kv, activation_max)
 
@@ -300,7 +300,10 @@ def _on_shards(
   state = head.at_parent(out.hidden, batch, sharding, cached_states)
   scored = distillation.score if batch.teacher_words is not None else head.score
   logprob, entropy, *teacher_kl = scored(
-    *(params, state, batch, sharding), depth=1, entropy_gradient=entropy_gradient
+    *(params, state, batch, sharding),
+    depth=1,
+    entropy_gradient=entropy_gradient,
+    tiled=cfg.invariant,
   )
   if detach_mtp:
     modules_read = jax.lax.stop_gradient((state, params))

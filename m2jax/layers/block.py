@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from m2jax.axes import Array, Bool, Float, Float32, Int
 from m2jax.config import ModelConfig
@@ -64,13 +65,14 @@ def apply(
     sharding: the mesh.
   """
   with jax.named_scope('attention'):
-    y = rms_norm(x, p['attn_norm'], cfg.rms_norm_eps)
+    y = rms_norm(x, p['attn_norm'], cfg.rms_norm_eps, cfg.invariant)
     out, extra = attention.apply(y, p, cfg, tables, attend, sharding)
-    x = x + out
+    x = _sum(x, out, cfg)
   with jax.named_scope('moe'):
-    y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps)
+    y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps, cfg.invariant)
     ids, weights, rerouted = router.decide(
-      y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores
+      *(y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores),
+      tiled=cfg.invariant,
     )
     load = None
     if multiplicity is not None:
@@ -79,8 +81,13 @@ def apply(
     # each device routes its part: ids and weights are less to gather than to recompute
     y, ids, weights = map(sharding.gather_residual, (y, ids, weights))
     rerouted = jax.tree.map(sharding.gather_residual, rerouted)
-    x = x + _experts(y, ids, weights, p, cfg, sharding)
+    x = _sum(x, _experts(y, ids, weights, p, cfg, sharding), cfg)
   return x, extra, Routing(ids, load, rerouted)
+
+
+def _sum(x, y, cfg: ModelConfig):
+  """x + y, rounded to their dtype in every program if they have to be equal."""
+  return lax.optimization_barrier(x + y) if cfg.invariant else x + y
 
 
 def _experts(y, ids, weights, p, cfg: ModelConfig, sharding: Sharding):
@@ -91,5 +98,8 @@ def _experts(y, ids, weights, p, cfg: ModelConfig, sharding: Sharding):
     block_fp8.operand(p[name], y.dtype, cfg.matmuls) for name in ('gate', 'up', 'down')
   )
   return dispatch.apply(
-    y, ids, weights, *kernels, sharding=sharding, matmuls=cfg.matmuls
+    *(y, ids, weights, *kernels),
+    sharding=sharding,
+    matmuls=cfg.matmuls,
+    in_order=cfg.invariant,
   )
