@@ -25,13 +25,13 @@ KEYS = 64  # positions of a block
 
 
 def tile(
-  q: Float[Array, '_ N H'],
-  position: Int[Array, '_'],
+  q: Float[Array, 'T N H'],
+  position: Int[Array, 'T'],
   kv_heads: int,
   take: Callable,
   *,
   scale: float,
-) -> tuple[Float[Array, '_ N H'], Float[Array, '_ N']]:
+) -> tuple[Float[Array, 'T N H'], Float[Array, 'T N']]:
   """Output and logsumexp of queries of one path; 0 and +inf of those that see nothing.
 
   Args:
