@@ -80,7 +80,8 @@ class ModelConfig:
     recovery: precision of layers which are promoted (`optim.gnmr`).
     numerics: 'invariant': log-probabilities, hidden states and chosen experts of a
       token do not depend on what is computed beside it, to the bit; engine and learner
-      give the same (docs/rollout.md). 'ordinary': to rounding.
+      give the same (docs/rollout.md). MTP modules only draft: they stay ordinary.
+      'ordinary': to rounding.
     remat: what a block saves for the backward pass, which recomputes the rest. Bytes
       are of a token and layer in bfloat16, and of M2 on one device; tensor parallelism
       divides them.
@@ -168,6 +169,10 @@ class ModelConfig:
   @property
   def invariant(self) -> bool:
     return self.numerics == 'invariant'
+
+  @property
+  def ordinary(self) -> ModelConfig:
+    return dataclasses.replace(self, numerics='ordinary')
 
   @property
   def windows(self) -> tuple[int | None, ...]:
