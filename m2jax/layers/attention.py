@@ -30,6 +30,7 @@ from m2jax.kernels import block_fp8, invariant, tree_attention
 from m2jax.kernels.qk_norm_rope import norm_rope
 from m2jax.layers import rope
 from m2jax.layers.norm import mean_square
+from m2jax.layers.taps import tap
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 Tables = tuple[Float[Array, 'T half'], Float[Array, 'T half']]
@@ -181,9 +182,10 @@ def apply(
 
   tokens = (q, k), tables, _variances(q, k, sharding)
   q, k = rows(rotated, tokens, (p['q_norm'], p['k_norm']))
+  q, k, v = tap('queries', q), tap('keys', k), tap('values', v)
   heads = (a.reshape(len(a), -1, cfg.head_dim) for a in (q, k, v))
   out, extra = attend(*heads)
-  out_TxQ = out.reshape(len(x_TxD), -1)
+  out_TxQ = tap('attention', out.reshape(len(x_TxD), -1))
   out_TxD = rows(dot, out_TxQ, p['o'])
   return sharding.sum_to_residual(out_TxD, 'heads'), extra
 

@@ -21,6 +21,7 @@ from m2jax.config import ModelConfig
 from m2jax.kernels import block_fp8
 from m2jax.layers import attention
 from m2jax.layers.norm import rms_norm
+from m2jax.layers.taps import tap
 from m2jax.moe import dispatch, router, served
 from m2jax.sharding import ONE_DEVICE, Sharding
 
@@ -65,15 +66,17 @@ def apply(
     sharding: the mesh.
   """
   with jax.named_scope('attention'):
-    y = rms_norm(x, p['attn_norm'], cfg.rms_norm_eps, cfg.invariant)
+    y = tap('norm', rms_norm(x, p['attn_norm'], cfg.rms_norm_eps, cfg.invariant))
     out, extra = attention.apply(y, p, cfg, tables, attend, sharding)
-    x = _sum(x, out, cfg)
+    x = _sum(x, tap('attention output', out), cfg)
   with jax.named_scope('moe'):
     y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps, cfg.invariant)
+    y = tap('second norm', y)
     ids, weights, rerouted = router.decide(
       *(y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores),
       tiled=cfg.invariant,
     )
+    ids, weights = tap('chosen experts', ids), tap('router weights', weights)
     load = None
     if multiplicity is not None:
       load = router.loads(ids, multiplicity, cfg.num_experts)
@@ -81,7 +84,8 @@ def apply(
     # each device routes its part: ids and weights are less to gather than to recompute
     y, ids, weights = map(sharding.gather_residual, (y, ids, weights))
     rerouted = jax.tree.map(sharding.gather_residual, rerouted)
-    x = _sum(x, _experts(y, ids, weights, p, cfg, sharding), cfg)
+    out = tap('experts', _experts(y, ids, weights, p, cfg, sharding))
+    x = _sum(x, out, cfg)
   return x, extra, Routing(ids, load, rerouted)
 
 
