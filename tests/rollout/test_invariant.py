@@ -26,7 +26,9 @@ from m2jax.sharding import ONE_DEVICE
 from m2jax.train import step as train_step
 from tests.rollout import conftest as small
 from tests.rollout.engine.test_engine import prompt
-from tests.rollout.serving.test_scheduler import TIMEOUT_S, request
+from tests.rollout.serving.test_scheduler import request
+
+TIMEOUT_S = 600  # the first calls compile
 
 CFG = dataclasses.replace(
   small.CFG,
@@ -53,7 +55,7 @@ PROMPTS = [
 ]
 PROMPTS += [STEM[:13] + prompt(7, 2), STEM]
 FILL = 6, 7, 8
-PROMPTS += [prompt(90 + i, 36) for i in FILL]
+PROMPTS += [prompt(90 + i, 28) for i in FILL]
 
 
 def weights(seed: int, cfg=CFG):
@@ -112,7 +114,8 @@ def ask(scheduler, variables) -> list:
   def finish(*handles):
     answered.extend((PROMPTS[i], h.future.result(TIMEOUT_S)) for i, h in handles)
 
-  before_the_first_step = [submit(i) for i in range(len(PROMPTS))]
+  # More than there are pages for, together.
+  before_the_first_step = [submit(i) for i in (*FILL, *range(FILL[0]))]
   scheduler.start(warmup=False)
   finish(*before_the_first_step)
   for i in (0, *FILL, 0):  # those between take all pages
