@@ -21,7 +21,7 @@ from jax import lax
 from m2jax.axes import Array, Float, Int
 from m2jax.kernels.tree_attention.visibility import Visibility
 
-TILES, QUERIES, KEYS = 8, 8, 64  # g, t, c
+TILES, QUERIES, KEYS = 8, 4, 128  # g, t, c
 
 
 def tiles(
