@@ -56,7 +56,7 @@ class Difference(NamedTuple):
     operation: its name, as `layers.taps` has it.
     differing, of: tokens that differ, and all.
     completion, token: the first of them, and its position.
-    largest: of |learner − engine|.
+    largest: the largest |learner − engine|.
   """
 
   layer: int
@@ -139,7 +139,7 @@ def _by_layer(shown: dict[str, list[np.ndarray]], layers: int) -> Values:
 def learned(
   cfg: ModelConfig, variables, sequences: Sequence[np.ndarray], shows: bool
 ) -> Iterator[tuple[Values, np.ndarray]]:
-  """Of each sequence the learner's values and log-probabilities of its tokens."""
+  """Yields the learner's values and log-probabilities for each sequence."""
   merged = forest.merge([forest.Sample(t) for t in sequences], rows=1)
   run = jax.jit(lambda variables, batch: model.forward(cfg, variables, batch).logprob)
   with _listening(shows) as shown:

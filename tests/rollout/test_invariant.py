@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import speculative
-from m2jax import forest, model
+from m2jax import forest, model, sharding
 from m2jax.rl import passes
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving.config import SchedulerConfig
@@ -231,3 +231,25 @@ def test_the_engine_agrees_with_itself(dtype):
       np.testing.assert_array_equal(tokens[:n], result.tokens[:n])
       np.testing.assert_array_equal(logprobs[:n], result.logprobs[:n])
     assert len(first) < len(results) / 2
+
+
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    dict(data=2, expert=2),
+    pytest.param(dict(fsdp=2), marks=pytest.mark.long),
+    pytest.param(dict(context=2), marks=pytest.mark.long),
+  ],
+)
+def test_devices_that_split_rows_tokens_or_experts(mesh):
+  """The learner's log-probabilities and experts are those of one device."""
+  cfg, variables = model.without_modules(CFG, weights(0))
+  samples = [forest.Sample(np.int32(p), 4) for p in PROMPTS if len(p) > 4]
+  batch = forest.merge(samples, row_tokens=64, rows=4)
+  one, many = (
+    jax.jit(functools.partial(model.forward, cfg, sharding=on))(variables, batch)
+    for on in (ONE_DEVICE, sharding.make(sharding.MeshConfig(**mesh)))
+  )
+  np.testing.assert_array_equal(many.logprob, one.logprob)
+  np.testing.assert_array_equal(many.experts, one.experts)
+  assert np.ptp(one.logprob) > 1

@@ -36,7 +36,7 @@ def tiles(
 
   Args:
     q: queries, `TILES` times `QUERIES` of one path.
-    position: of each query, which sees the keys up to its own; -1: none.
+    position: each query's; it sees the keys up to its own. -1: none.
     kv_heads: K.
     take: block number → of each tile keys [g, K, H, c], values [g, K, c, H], and
       [g, c] bool: the positions that have a key that is not hidden.
