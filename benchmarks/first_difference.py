@@ -46,6 +46,8 @@ LOGPROB = 'log-probability'
 _BEFORE, _AFTER = 'embedding', 'final norm'  # the layers
 # (layer, operation) → values of a sequence's tokens
 Values = dict[tuple[int, str], np.ndarray]
+# operation → its values in the order of the layers
+Shown = dict[str, list[np.ndarray]]
 
 
 class Difference(NamedTuple):
@@ -116,18 +118,14 @@ def _summary(layer: int, operation: str, gaps) -> Difference:
 
 
 @contextlib.contextmanager
-def _listening(shows: bool) -> Iterator[dict[str, list[np.ndarray]]]:
-  """Operation → its values in the order of the layers, until it is cleared."""
-  shown: dict[str, list[np.ndarray]] = {}
-  if not shows:
-    yield shown
-    return
+def _listening(shows: bool, shown: Shown) -> Iterator[None]:
+  """Programs traced inside append to `shown` what their operations compute."""
   listener = lambda name, x: shown.setdefault(name, []).append(np.asarray(x))
-  with taps.to(listener):
-    yield shown
+  with taps.to(listener) if shows else contextlib.nullcontext():
+    yield
 
 
-def _by_layer(shown: dict[str, list[np.ndarray]], layers: int) -> Values:
+def _by_layer(shown: Shown, layers: int) -> Values:
   """In order: what comes before the layers, the layers, and what comes after."""
   if not shown:
     return {}
@@ -142,7 +140,8 @@ def learned(
   """Yields the learner's values and log-probabilities for each sequence."""
   merged = forest.merge([forest.Sample(t) for t in sequences], rows=1)
   run = jax.jit(lambda variables, batch: model.forward(cfg, variables, batch).logprob)
-  with _listening(shows) as shown:
+  shown: Shown = {}
+  with _listening(shows, shown):
     logprob = np.asarray(run(variables, merged))[0]
     jax.effects_barrier()
   values, child = _by_layer(shown, cfg.num_layers), {}
@@ -177,6 +176,7 @@ class Replay:
     self._pages = engine.init_decode_state().pages
     programs = lambda: (jax.jit(self._prefill), jax.jit(self._decode))
     self._programs = {shows: programs() for shows in (True, False)}
+    self._shown: Shown = {}  # the programs append to it whenever they run
     self._table = np.arange(1, 1 + config.context_pages, dtype=np.int32)
 
   def __call__(
@@ -186,7 +186,8 @@ class Replay:
     prefill, decode = self._programs[shows]
     found, logprobs, pages = collections.defaultdict(list), [], self._pages
     starts = [*range(0, prompt - 1, self._chunk), *range(prompt - 1, len(tokens) - 1)]
-    with _listening(shows) as shown:
+    shown = self._shown
+    with _listening(shows, shown):
       for i in starts:
         shown.clear()
         if i < prompt - 1:
