@@ -168,8 +168,9 @@ def learned(cfg, variables, samples, row_tokens):
   yield learner.of_tree(variables, plan)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+  'dtype', [pytest.param('float32', marks=pytest.mark.smoke), 'bfloat16']
+)
 def test_the_learner_has_the_engines_log_probabilities(dtype):
   """Difference 0: in rows of a forest and in chunks of it, with other weights after a
   swap in flight; and everything that could make a difference has occurred."""
