@@ -12,6 +12,7 @@ import functools
 from m2jax.checks import require
 
 REMAT = ('none', 'layer', 'attention')
+NUMERICS = ('ordinary', 'invariant')
 MATMULS = ('plain', 'block_fp8', 'activations_int8', 'activations_int4')
 
 
@@ -78,6 +79,10 @@ class ModelConfig:
     unroll_layers: unroll the loop over layers; faster at tiny sizes on CPU.
     matmuls: precision of the matmuls of attention and experts.
     recovery: precision of layers which are promoted (`optim.gnmr`).
+    numerics: 'invariant': log-probabilities, hidden states and chosen experts of a
+      token do not depend on what is computed beside it, to the bit; engine and learner
+      give the same (docs/rollout.md). MTP modules only draft: they stay ordinary.
+      'ordinary': to rounding.
     remat: what a block saves for the backward pass, which recomputes the rest. Bytes
       are of a token and layer in bfloat16, and of M2 on one device; tensor parallelism
       divides them.
@@ -113,6 +118,7 @@ class ModelConfig:
   remat: str = 'none'
   matmuls: Matmuls = PLAIN
   recovery: Matmuls = PLAIN
+  numerics: str = 'ordinary'
 
   def __post_init__(self):
     check = functools.partial(require, self)
@@ -153,9 +159,22 @@ class ModelConfig:
     for name in ('matmuls', 'recovery'):
       if isinstance(value := getattr(self, name), dict):  # a checkpoint's or config's
         object.__setattr__(self, name, Matmuls(**value))
+    check(self.numerics in NUMERICS, 'numerics', f'one of {NUMERICS}')
+    if self.invariant:
+      for name, want in (('window', None), ('matmuls', PLAIN), ('recovery', PLAIN)):
+        ok = getattr(self, name) == want
+        check(ok, name, f"{want} with numerics='invariant'")
     dtypes = ('float32', 'bfloat16', 'float64')
     check(self.dtype in dtypes, 'dtype', f'one of {dtypes}')
     check(self.param_dtype in dtypes, 'param_dtype', f'one of {dtypes}')
+
+  @property
+  def invariant(self) -> bool:
+    return self.numerics == 'invariant'
+
+  @property
+  def ordinary(self) -> ModelConfig:
+    return dataclasses.replace(self, numerics='ordinary')
 
   @property
   def windows(self) -> tuple[int | None, ...]:

@@ -40,6 +40,7 @@ from m2jax.layers import (
 from m2jax.layers.embed import embed
 from m2jax.layers.norm import rms_norm
 from m2jax.layers.prefix_cache import PrefixCache
+from m2jax.layers.taps import tap
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -152,14 +153,15 @@ def trunk(
     paths = [dataclasses.replace(cfg, matmuls=path) for path in cfg.paths]
     body = lambda window: loop.routed([layer_body(path, window) for path in paths])
     stacked = (stacked, route)
-  x = embed(cfg, params, tokens, sharding)
+  x = tap('embedding', embed(cfg, params, tokens, sharding))
   (x, carry), (routing, new_kv, entering) = loop.over_layers(
     body, (x, keys.carry), stacked, cfg, sharding
   )
   activation_max = None
   if multiplicity is not None:
     activation_max = jax.lax.stop_gradient(jnp.append(entering, largest(x)))
-  x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps)
+  x = rms_norm(x, params['final_norm'], cfg.rms_norm_eps, cfg.invariant)
+  x = tap('final norm', x)
   x_BxSxD = sharding.gather_residual(x).reshape(*tokens.shape, -1)
   return Trunk(x_BxSxD, routing, carry, new_kv, activation_max)
 
@@ -319,7 +321,10 @@ def _on_shards(
   state = head.at_parent(out.hidden, batch, sharding, cached_states)
   scored = distillation.score if batch.teacher_words is not None else head.score
   logprob, entropy, *teacher_kl = scored(
-    *(params, state, batch, sharding), depth=1, entropy_gradient=entropy_gradient
+    *(params, state, batch, sharding),
+    depth=1,
+    entropy_gradient=entropy_gradient,
+    tiled=cfg.invariant,
   )
   value = None
   if cfg.value_head:

@@ -100,7 +100,8 @@ class RlConfig:
       items are submitted one at a time, at intervals that grow from 0.1 s to 5 s, until
       one completes.
     fail_on_mismatch: learner and engine that disagree about the same weights, in
-      float32 (`rl.agreement`), end the run; else that is an error in its log.
+      float32 or with invariant numerics (`rl.agreement`), end the run; else that is an
+      error in its log.
   """
 
   steps: int

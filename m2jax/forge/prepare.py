@@ -348,6 +348,8 @@ def take_over(config: ForgeConfig, workdir: Path) -> None:
     for name in getattr(kind, 'RL_ONLY', ()):
       theirs.get('tasks', {}).pop(name, None)
       ours['tasks'].pop(name)
+    for one in (theirs, ours):  # the weights are the same but for rounding
+      one.get('model', {}).pop('numerics', None)
     differing = [name for name in _SHARED if theirs.get(name) != ours[name]]
     if differing:
       raise ValueError(

@@ -155,14 +155,16 @@ class RlLoop:
     return True
 
   def _check_agreement(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Learner and engine agree in float32, unless the engine rounds or reuses keys."""
+    """Learner and engine agree in float32, unless the engine rounds or reuses keys; to
+    the bit with invariant numerics."""
     config, engine = self._config, self._config.engine
     exact = config.model.dtype == 'float32' and config.model.matmuls.kind == 'plain'
     exact = exact and engine.cache_dtype in (None, 'float32')
     exact = exact and engine.weights_dtype is None
+    exact = exact or config.model.invariant
     if not exact or config.scheduler.reuse_stale_prefix:
       return
-    found = agreement.excess(scalars)
+    found = agreement.excess(scalars, config.model.invariant)
     if found and self._rl.fail_on_mismatch:
       raise agreement.Disagreement(f'rl step {step}: {found}')
     if found:

@@ -16,6 +16,7 @@ device's shard.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -25,10 +26,11 @@ import jax.numpy as jnp
 from m2jax.axes import Array, Float
 from m2jax.config import ModelConfig
 from m2jax.forest import Forest
-from m2jax.kernels import block_fp8, tree_attention
+from m2jax.kernels import block_fp8, invariant, tree_attention
 from m2jax.kernels.qk_norm_rope import norm_rope
 from m2jax.layers import rope
 from m2jax.layers.norm import mean_square
+from m2jax.layers.taps import tap
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 Tables = tuple[Float[Array, 'T half'], Float[Array, 'T half']]
@@ -93,9 +95,13 @@ class ForestKeys:
     seen = dataclasses.replace(self.visibility, window=window, sinks=cfg.sinks)
     rows_of_queries, rows_of_keys = seen.q_position.shape, seen.subtree_end.shape
     like = lambda *shape: jax.ShapeDtypeStruct((*shape, cfg.head_dim), cfg.dtype)
-    seen = tree_attention.prepare(
-      seen, like(*rows_of_queries, cfg.num_heads), like(*rows_of_keys, cfg.num_kv_heads)
-    )
+    implementation = 'invariant' if cfg.invariant else None
+    if not cfg.invariant:
+      seen = tree_attention.prepare(
+        seen,
+        like(*rows_of_queries, cfg.num_heads),
+        like(*rows_of_keys, cfg.num_kv_heads),
+      )
 
     def attend(q, k, v, carry, layer):
       q, k, v = (a.reshape(*rows_of_queries, *a.shape[1:]) for a in (q, k, v))
@@ -103,7 +109,8 @@ class ForestKeys:
       if layer is not None:
         k, v = (jnp.concatenate(pair, axis=1) for pair in zip(layer, new, strict=True))
       k, v = self.sharding.gather_tokens(k), self.sharding.gather_tokens(v)
-      return tree_attention.attend(q, k, v, seen), (carry, new)
+      out = tree_attention.attend(q, k, v, seen, implementation=implementation)
+      return out, (carry, new)
 
     return attend
 
@@ -116,9 +123,12 @@ def forest_keys(
 ) -> ForestKeys:
   """The keys of whole rows, which may continue a cached prefix."""
   position = jnp.asarray(batch.position)
-  tables = rope.tables(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
+  tables = rope.tables(
+    *(position.reshape(-1), cfg.rotary_dim, cfg.rope_theta, cfg.dtype, cfg.invariant)
+  )
   rows, length = position.shape
-  q_index, k_position = None, position
+  q_index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), position.shape)
+  k_position = position
   if sharding.size('tokens') > 1:
     q_index = jnp.broadcast_to(sharding.token_index(length), position.shape)
   elif prefix is not None:
@@ -158,15 +168,25 @@ def apply(
     sharding: the mesh.
   """
   x_TxD = sharding.gather_residual(x)
-  q, k, v = (block_fp8.dot(x_TxD, p[name], cfg.matmuls) for name in ('q', 'k', 'v'))
-  q_variance, k_variance = _variances(q, k, sharding)
-  static = dict(head_dim=cfg.head_dim, eps=cfg.rms_norm_eps)
-  q = norm_rope(q, p['q_norm'], *tables, variance=q_variance, **static)
-  k = norm_rope(k, p['k_norm'], *tables, variance=k_variance, **static)
+  dot = lambda x, w: block_fp8.dot(x, w, cfg.matmuls)
+  rows = functools.partial(invariant.rows, tiled=cfg.invariant)
+  q, k, v = rows(lambda x, p: [dot(x, w) for w in p], x_TxD, [p[n] for n in 'qkv'])
+
+  def rotated(tokens, scales):
+    heads, tables, variances = tokens
+    static = dict(head_dim=cfg.head_dim, eps=cfg.rms_norm_eps)
+    return [
+      norm_rope(x, scale, *tables, variance=variance, **static)
+      for x, scale, variance in zip(heads, scales, variances, strict=True)
+    ]
+
+  tokens = (q, k), tables, _variances(q, k, sharding)
+  q, k = rows(rotated, tokens, (p['q_norm'], p['k_norm']))
+  q, k, v = tap('queries', q), tap('keys', k), tap('values', v)
   heads = (a.reshape(len(a), -1, cfg.head_dim) for a in (q, k, v))
   out, extra = attend(*heads)
-  out_TxQ = out.reshape(len(x_TxD), -1)
-  out_TxD = block_fp8.dot(out_TxQ, p['o'], cfg.matmuls)
+  out_TxQ = tap('attention', out.reshape(len(x_TxD), -1))
+  out_TxD = rows(dot, out_TxQ, p['o'])
   return sharding.sum_to_residual(out_TxD, 'heads'), extra
 
 

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from m2jax.axes import Array, Bool, Float, Float32, Int
 from m2jax.config import ModelConfig
 from m2jax.kernels import block_fp8
 from m2jax.layers import attention
 from m2jax.layers.norm import rms_norm
+from m2jax.layers.taps import tap
 from m2jax.moe import dispatch, router, served
 from m2jax.sharding import ONE_DEVICE, Sharding
 
@@ -64,14 +66,17 @@ def apply(
     sharding: the mesh.
   """
   with jax.named_scope('attention'):
-    y = rms_norm(x, p['attn_norm'], cfg.rms_norm_eps)
+    y = tap('norm', rms_norm(x, p['attn_norm'], cfg.rms_norm_eps, cfg.invariant))
     out, extra = attention.apply(y, p, cfg, tables, attend, sharding)
-    x = x + out
+    x = _sum(x, tap('attention output', out), cfg)
   with jax.named_scope('moe'):
-    y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps)
+    y = rms_norm(x, p['moe_norm'], cfg.rms_norm_eps, cfg.invariant)
+    y = tap('second norm', y)
     ids, weights, rerouted = router.decide(
-      y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores
+      *(y, p['router'], bias, cfg.experts_per_token, replay, cfg.router_scores),
+      tiled=cfg.invariant,
     )
+    ids, weights = tap('chosen experts', ids), tap('router weights', weights)
     load = None
     if multiplicity is not None:
       load = router.loads(ids, multiplicity, cfg.num_experts)
@@ -79,8 +84,14 @@ def apply(
     # each device routes its part: ids and weights are less to gather than to recompute
     y, ids, weights = map(sharding.gather_residual, (y, ids, weights))
     rerouted = jax.tree.map(sharding.gather_residual, rerouted)
-    x = x + _experts(y, ids, weights, p, cfg, sharding)
+    out = tap('experts', _experts(y, ids, weights, p, cfg, sharding))
+    x = _sum(x, out, cfg)
   return x, extra, Routing(ids, load, rerouted)
+
+
+def _sum(x, y, cfg: ModelConfig):
+  """x + y, rounded to their dtype in every program if they have to be equal."""
+  return lax.optimization_barrier(x + y) if cfg.invariant else x + y
 
 
 def _experts(y, ids, weights, p, cfg: ModelConfig, sharding: Sharding):
@@ -91,5 +102,8 @@ def _experts(y, ids, weights, p, cfg: ModelConfig, sharding: Sharding):
     block_fp8.operand(p[name], y.dtype, cfg.matmuls) for name in ('gate', 'up', 'down')
   )
   return dispatch.apply(
-    y, ids, weights, *kernels, sharding=sharding, matmuls=cfg.matmuls
+    *(y, ids, weights, *kernels),
+    sharding=sharding,
+    matmuls=cfg.matmuls,
+    in_order=cfg.invariant,
   )

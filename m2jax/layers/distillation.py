@@ -32,6 +32,7 @@ def score(
   *,
   depth: int,
   entropy_gradient: bool = False,
+  tiled: bool = False,
 ) -> tuple[Float[Array, 'B S'], ...]:
   """`head.score`, and the KL from `batch.teacher_words`, in one pass over the head."""
   assert batch.teacher_words is not None and batch.teacher_word_logprobs is not None
@@ -43,6 +44,7 @@ def score(
     jnp.concatenate([batch.tokens.reshape(-1, 1), words], axis=1),
     sharding.axes('vocab'),
     entropy_gradient,
+    tiled,
   )
   teacher = jnp.asarray(batch.teacher_word_logprobs, scores.dtype).reshape(-1, k)
   kl = draft_loss.with_rest(scores[:, 1:], teacher)

@@ -9,14 +9,17 @@ import jax.numpy as jnp
 
 from m2jax.axes import Array, Bool, Float, Int
 from m2jax.forest import Forest
-from m2jax.kernels import fp32
+from m2jax.kernels import fp32, invariant
 from m2jax.kernels.token_logprobs import token_logprobs, top_k_logprobs
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
-def logits(params, hidden: Float[Array, '*T D']) -> Float[Array, '*T V']:
-  """Logits, at least fp32, of hidden states after the final norm."""
-  return fp32.matmul(hidden, params['head'])
+def logits(
+  params, hidden: Float[Array, '*T D'], tiled: bool = False
+) -> Float[Array, '*T V']:
+  """Logits, at least fp32, of hidden states after the final norm; see
+  `invariant.rows`."""
+  return invariant.rows(fp32.matmul, hidden, params['head'], tiled)
 
 
 def at_parent(
@@ -45,6 +48,7 @@ def score(
   *,
   depth: int | Int[Array, ''],
   entropy_gradient: bool = False,
+  tiled: bool = False,
 ) -> tuple[Float[Array, 'B S'], Float[Array, 'B S']]:
   """Log-probability and entropy of each token from its parent's state.
 
@@ -57,6 +61,7 @@ def score(
     batch.tokens.reshape(-1),
     sharding.axes('vocab'),
     entropy_gradient,
+    tiled,
   )
   live, shape = scored(batch, depth), batch.tokens.shape
   return tuple(jnp.where(live, x.reshape(shape), 0) for x in (logprob, entropy))

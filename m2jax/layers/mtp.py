@@ -125,6 +125,7 @@ def apply(
     prefix: cached entries of the path that the tokens continue.
     comparison: how the modules are compared with the trunk; None: they are not.
   """
+  cfg = cfg.ordinary
   params, teacher = variables['params'], None
   if comparison:
     teacher = draft_loss.best_words(params, state, comparison, sharding)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from m2jax.axes import Array, Float
+from m2jax.kernels import invariant
 
 
 def mean_square(x: Float[Array, '*T D']) -> Float[Array, '*T 1']:
@@ -18,11 +19,15 @@ def mean_square(x: Float[Array, '*T D']) -> Float[Array, '*T 1']:
 
 
 def rms_norm(
-  x: Float[Array, '*T D'], scale: Float[Array, 'D'], eps: float
+  x: Float[Array, '*T D'], scale: Float[Array, 'D'], eps: float, tiled: bool = False
 ) -> Float[Array, '*T D']:
-  """x / rms(x) cast back to x's dtype, then times scale."""
-  x_hat = _wide(x) * jax.lax.rsqrt(mean_square(x) + eps)
-  return x_hat.astype(x.dtype) * scale.astype(x.dtype)
+  """x / rms(x) cast back to x's dtype, then times scale; see `invariant.rows`."""
+
+  def norm(x, scale):
+    x_hat = _wide(x) * jax.lax.rsqrt(mean_square(x) + eps)
+    return x_hat.astype(x.dtype) * scale.astype(x.dtype)
+
+  return invariant.rows(norm, x, scale, tiled)
 
 
 def _wide(x):

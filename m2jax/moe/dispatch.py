@@ -22,6 +22,7 @@ of a token, F expert hidden, n devices of the expert axis.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -32,8 +33,9 @@ from jax import lax
 from m2jax import platforms
 from m2jax.axes import Array, Float, Int
 from m2jax.config import PLAIN, Matmuls
+from m2jax.kernels import invariant
 from m2jax.kernels.block_fp8 import Blocks
-from m2jax.moe import exchange, experts
+from m2jax.moe import exchange, experts, tiled
 from m2jax.sharding import ONE_DEVICE, Sharding
 
 
@@ -47,6 +49,7 @@ def apply(
   *,
   sharding: Sharding = ONE_DEVICE,
   matmuls: Matmuls = PLAIN,
+  in_order: bool = False,
 ) -> Float[Array, '_ D']:
   """Σ_k w_k · expert_k(x) with experts and their hidden channels split over devices.
 
@@ -57,31 +60,46 @@ def apply(
     sharding: the mesh; `rules.dispatch` names the method, None is 'ragged' on TPU and
       'gather' elsewhere.
     matmuls: precision of the experts' matmuls.
+    in_order: a token's experts are computed in tiles of one shape, and added in the
+      order of its ids, however they are split (`kernels.invariant`).
 
   Returns:
     In x's dtype; of this device's part of the residual stream (`Rules.residual`).
   """
-  arrays = (x, ids, weights, gate, up, down)
-  if not sharding.axes('experts'):
-    out = experts.apply(*arrays, matmuls)
-  else:
-    method = sharding.rules.dispatch
-    methods = {
-      'gather': functools.partial(_gather, sharding, matmuls),
-      'ragged': functools.partial(
-        exchange.apply, lax.ragged_all_to_all, sharding, matmuls
-      ),
-      'padded': functools.partial(
-        exchange.apply, exchange.padded_all_to_all, sharding, matmuls
-      ),
-    }
-    if method is None:
-      out = platforms.dependent(
-        *arrays, tpu=methods['ragged'], default=methods['gather']
-      )
-    else:
-      out = methods[method](*arrays)
+  run = functools.partial(_apply, sharding, matmuls)
+  if in_order:
+    ordered = functools.partial(_in_order, sharding)
+    run = invariant.with_gradient_of(run, ordered)
+  out = run(x, ids, weights, gate, up, down)
   return sharding.sum_to_residual(out, 'expert_hidden')
+
+
+def _apply(sharding: Sharding, matmuls: Matmuls, *arrays):
+  if not sharding.axes('experts'):
+    return experts.apply(*arrays, matmuls)
+  methods = {
+    'gather': functools.partial(_gather, sharding, matmuls),
+    'ragged': functools.partial(
+      exchange.apply, lax.ragged_all_to_all, sharding, matmuls
+    ),
+    'padded': functools.partial(
+      exchange.apply, exchange.padded_all_to_all, sharding, matmuls
+    ),
+  }
+  method = sharding.rules.dispatch
+  if method is None:
+    return platforms.dependent(
+      *arrays, tpu=methods['ragged'], default=methods['gather']
+    )
+  return methods[method](*arrays)
+
+
+def _in_order(sharding: Sharding, x, ids, weights, *kernels):
+  run = lambda *tokens: tiled.each(*tokens, *kernels)
+  # of each element one device has a number that is not 0: their sum is exact
+  each = gathered(run, x, ids, weights, len(kernels[0]), sharding)
+  columns = (each[:, i] for i in range(ids.shape[1]))
+  return functools.reduce(operator.add, columns).astype(x.dtype)
 
 
 def _gather(sharding: Sharding, matmuls: Matmuls, x, ids, weights, *kernels):

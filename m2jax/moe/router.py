@@ -9,6 +9,8 @@ Axes: T tokens, D model, E experts, k experts of a token.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from m2jax.axes import Array, Bool, Float, Float32, Int
-from m2jax.kernels import fp32
+from m2jax.kernels import fp32, invariant
 from m2jax.moe import by_expert
 
 
@@ -54,16 +56,18 @@ def decide(
   top_k: int,
   replay: Int[Array, 'T k'] | None = None,
   scores: str = 'sigmoid',
+  tiled: bool = False,
 ) -> Routes:
   """Chooses experts, and compares the choice with a replay.
 
   `replay` replaces the choice where its entry is not -1; the weights, at least fp32,
   are always this model's own scores of the experts used.
-  `scores` is 'sigmoid' or 'softmax'.
+  `scores` is 'sigmoid' or 'softmax'; for `tiled` see `invariant.rows`. Among equal
+  scores the lower ids are chosen.
   """
   dtype = jnp.promote_types(x.dtype, jnp.float32)
   score = {'sigmoid': jax.nn.sigmoid, 'softmax': jax.nn.softmax}[scores]
-  scores = score(fp32.matmul(x, kernel))
+  scores = invariant.rows(lambda x, w: score(fp32.matmul(x, w)), x, kernel, tiled)
   _, ids = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, top_k)
   rerouted = None
   if replay is not None:
@@ -74,7 +78,9 @@ def decide(
   chosen = jax.nn.one_hot(ids, kernel.shape[1], dtype=dtype)
   weights = jnp.einsum('te,tke->tk', scores, chosen)
   # a lower bound at which the gradient, total ** -2, is still finite in fp32
-  total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-15)
+  # added one by one: an order that is the same in every program
+  total = functools.reduce(operator.add, jnp.split(weights, top_k, axis=-1))
+  total = jnp.maximum(total, 1e-15)
   return Routes(ids, weights / total, rerouted)
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from m2jax.axes import Array, Float, Int
+from m2jax.kernels import invariant
 from m2jax.moe import by_expert
 
 _TILE_ROWS = 256, 64  # large and small
@@ -243,3 +244,41 @@ def experts(
   """Same contract as `experts.apply`."""
   inputs = _Inputs(x, weights, gate, up, down)
   return _experts(inputs, _make_tiles(ids, gate.shape[0]))
+
+
+def each(
+  x: Float[Array, 'T D'],
+  ids: Int[Array, 'T k'],
+  weights: Float[Array, 'T k'],
+  gate: Float[Array, 'E D F'],
+  up: Float[Array, 'E D F'],
+  down: Float[Array, 'E F D'],
+) -> Float[Array, 'T k D']:
+  """w_k · expert_k(x), at least fp32; 0 for an id of E. No gradient.
+
+  In tiles of one size: the same numbers whatever the other tokens (`invariant`).
+  """
+  inputs, E = _Inputs(x, weights, gate, up, down), len(gate)
+  order, _, sizes = by_expert.order(ids, E)
+  n = ids.size // invariant.TILE + E
+  start = jnp.cumsum(sizes) - sizes
+  tiles = _tiles_of_size(order, start, sizes, invariant.TILE, n, ids.shape[1])
+  row_weights = _row_weights(weights, [tiles])
+
+  def expert(x, w, gate, up, down):
+    gate, up = (_dot('bd,df->bf', x, m).astype(x.dtype) for m in (gate, up))
+    return _dot('bf,fd->bd', jax.nn.silu(gate) * up, down) * w[:, None]
+
+  def body(first, e, tokens, rows):
+    matrices = (_item(m, e) for m in inputs[2:])
+    w = _get_rows(row_weights, first, len(tokens))
+    y = expert(*jax.lax.optimization_barrier((_gather(x, tokens), w, *matrices)))
+    return _set_rows(rows, jax.lax.optimization_barrier(y), first)
+
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  rows = jnp.zeros((len(row_weights), x.shape[1]), wide)
+  rows = _over_tiles([tiles], body, rows)
+  numbers = jnp.arange(len(rows), dtype=jnp.int32)
+  place = jnp.zeros(ids.size, jnp.int32)
+  place = place.at[_row_assignments([tiles])].set(numbers, mode='drop')
+  return jnp.where((ids < E)[..., None], rows[place].reshape(*ids.shape, -1), 0)

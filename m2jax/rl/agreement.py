@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from m2jax import forest
 
-BOUND = 1e-4  # nats, of responses of one version, in float32
+BOUND = 1e-4  # nats, of responses of one version, in float32; 0 if invariant
 
 # Keys of a train step's metrics that `finish` turns into those of a record.
 _COUNT, _SUM, _MAX = 'agreement/count', 'agreement/sum', 'agreement/mismatch_max'
@@ -65,7 +65,7 @@ def finish(sums: Mapping[str, float]) -> dict[str, float]:
   return out
 
 
-def excess(metrics: Mapping[str, float]) -> str:
+def excess(metrics: Mapping[str, float], invariant: bool = False) -> str:
   """How an update exceeds BOUND, which float32 keeps to; '' if it does not.
 
   The criterion is the largest difference if all expert ids are replayed. Otherwise
@@ -73,16 +73,20 @@ def excess(metrics: Mapping[str, float]) -> str:
   mean is the criterion. Responses of several versions that share a prompt share its
   replayed ids, which then come from other weights: nothing is judged.
 
+  With invariant numerics there are no near-ties, and the largest difference is to be 0.
+
   Args:
     metrics: the metrics of `finish`, and replay/disagreement with a replay.
+    invariant: whether the model's numerics are.
   """
   differing = metrics.get('replay/disagreement')
-  name = 'mismatch/mean' if differing is None else 'mismatch/max'
-  value = metrics.get(name, 0.0)
-  if differing or not value > BOUND:  # nan is an update that is not finite
+  of_mean = differing is None and not invariant
+  name = 'mismatch/mean' if of_mean else 'mismatch/max'
+  value, bound = metrics.get(name, 0.0), 0.0 if invariant else BOUND
+  if differing or not value > bound:  # nan is an update that is not finite
     return ''
   return (
-    f'{name} is {value:.2g} nats, above {BOUND:g}: engine and learner compute other '
+    f'{name} is {value:.2g} nats, above {bound:g}: engine and learner compute other '
     'log-probabilities with the same weights'
   )
 

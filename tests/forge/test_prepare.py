@@ -51,6 +51,13 @@ def test_other_settings_of_sft_are_named(tmp_path, finished):
     prepare.take_over(control(finished, seed=9), tmp_path)
 
 
+def test_a_control_may_have_other_numerics(tmp_path, finished):
+  """The weights are the same function in both."""
+  cfg = dataclasses.replace(forge_worker.config().model, numerics='invariant')
+  prepare.take_over(control(finished, model=cfg), tmp_path)
+  assert (tmp_path / 'sft' / '3' / 'weights').exists()
+
+
 def test_controls_may_weigh_domains_otherwise_in_rl(tmp_path):
   """Ratios are of RL only: the weights before it are the same."""
   domains = {name: forge_worker.config().tasks for name in ('a', 'b')}

@@ -38,6 +38,18 @@ def test_cpu(seed, tree, long):
     check(one, 'cpu', run=run)
 
 
+@given(seed=st.integers(0, 2**32 - 1))
+def test_along_the_path(seed):
+  """'invariant', for chains; several tiles of queries and blocks of keys."""
+  check(case(np.random.default_rng(seed), 21, unstored=7.0), 'invariant')
+
+
+def test_along_the_path_are_no_trees():
+  one = case(np.random.default_rng(0), 5, tree=True)
+  with pytest.raises(ValueError, match='no trees'):
+    attend(one, 'invariant')
+
+
 @pytest.mark.parametrize('implementation', ['reference', 'cpu'])
 def test_low_precision(implementation):
   """bfloat16 accumulates in fp32: near the exact result."""

@@ -166,6 +166,16 @@ def test_sizes(rows, length, heads, kv_heads):
   check(arrays(rng, rows, length, length, heads, kv_heads, 4), end, 'cpu')
 
 
+@pytest.mark.parametrize('queries', [LENGTH, 70])
+def test_along_the_path(queries):
+  """'invariant' has the same values and gradients, of all queries or the last ones."""
+  rng = np.random.default_rng(queries)
+  _, end, position = random_forest(rng, ROWS, LENGTH)
+  index = np.tile(np.arange(LENGTH - queries, LENGTH, dtype=np.int32), (ROWS, 1))
+  places = dict(q_position=position[:, -queries:], k_position=position)
+  check(tensors(rng, queries=queries), end, 'invariant', q_index=index, **places)
+
+
 @pytest.mark.parametrize('implementation', ['cpu', 'reference'])
 def test_float64(implementation):
   """In float64 nothing is computed in less: the exactness tests stand on this."""

@@ -199,8 +199,10 @@ def check(cfg, variables, batches, want, tolerance):
       np.testing.assert_array_equal(load, counted[name])
 
 
-@pytest.mark.parametrize('replay', [False, True])
-def test_float64(replay):
+@pytest.mark.parametrize(
+  'replay, numerics', [(False, 'ordinary'), (True, 'ordinary'), (True, 'invariant')]
+)
+def test_float64(replay, numerics):
   """Loss and every gradient leaf agree to 1e-10, however the samples are divided into
   rows, and with expert ids that are not the router's own."""
   with jax.enable_x64():
@@ -210,7 +212,8 @@ def test_float64(replay):
     variables = variables_for(cfg, 0)
     samples = recorded(variables, samples, cfg, replay)
     batches = merged(samples, rows=6), in_halves(samples)
-    check(cfg, variables, batches, by_rows(variables, samples, cfg), 1e-10)
+    want = by_rows(variables, samples, cfg)
+    check(config('float64', numerics=numerics), variables, batches, want, 1e-10)
 
 
 @pytest.mark.long

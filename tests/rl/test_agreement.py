@@ -217,6 +217,9 @@ def test_responses_of_several_versions(weights):
   assert agreement.excess(found) == ''
   wrong = finished(alone, error=0.01)
   assert 'mismatch/mean is 0.01' in agreement.excess(wrong)
+  # To the bit, of single tokens too.
+  assert 'mismatch/max is 1e-07' in agreement.excess({'mismatch/max': 1e-7}, True)
+  assert agreement.excess({'mismatch/max': 0.0}, True) == ''
   # One token of thousands: a near-tie of the router, unless the ids are replayed.
   one = {'mismatch/max': 0.1, 'mismatch/mean': 0.1 / 5000}
   assert agreement.excess(one) == agreement.excess({}) == ''

@@ -10,7 +10,14 @@ import functools
 
 from m2jax import platforms
 from m2jax.axes import Array, Float, Int
-from m2jax.kernels.paged_attention import cpu, gpu, mosaic_gpu, reference, tpu
+from m2jax.kernels.paged_attention import (
+  cpu,
+  gpu,
+  invariant,
+  mosaic_gpu,
+  reference,
+  tpu,
+)
 from m2jax.kernels.paged_attention.cache import Cache
 
 _IMPLEMENTATIONS = {
@@ -19,6 +26,7 @@ _IMPLEMENTATIONS = {
   'tpu': tpu,
   'gpu': gpu,
   'mosaic_gpu': mosaic_gpu,
+  'invariant': invariant,
 }
 
 
@@ -49,7 +57,8 @@ def attend(
     scale: factor on the scores; None is H ** -0.5.
     logsumexp: whether to return the logsumexp of each query's scores, too, at least
       fp32; +inf for a query that sees nothing.
-    implementation: 'reference', 'cpu', 'tpu', 'mosaic_gpu' (Hopper) or 'gpu' (Triton).
+    implementation: 'reference', 'cpu', 'tpu', 'mosaic_gpu' (Hopper), 'gpu' (Triton) or
+      'invariant' (see that module; without `subtree_end`).
       None is the platform's: on a GPU the first of these two that supports these
       tensors, and where the platform's does not 'cpu', which is plain XLA.
 

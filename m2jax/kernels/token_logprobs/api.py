@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from m2jax.axes import Array, Float, Int
-from m2jax.kernels import fp32
+from m2jax.kernels import fp32, invariant
 
 # A chunk's logits fit a CPU's cache or, if the vocabulary is larger, a chunk has the
 # tokens that a matmul needs to run at full speed: 0.8 GB of logits at 200,064 words.
@@ -46,6 +46,22 @@ def _here(targets, vocab, axes):
   return targets - lax.axis_index(axes) * vocab if axes else targets
 
 
+def normaliser(
+  scaled: Float[Array, 'T V'], tiled: bool = False
+) -> tuple[Float[Array, 'T V'], Float[Array, 'T']]:
+  """e^x of logits x, their maximum subtracted, and the logarithm of its sum over V.
+
+  log softmax is x minus the logarithm: here and where tokens are drawn. See
+  `invariant.rows`.
+  """
+
+  def odds(x, _):
+    odds = jnp.exp(x)
+    return odds, jnp.log(jnp.sum(odds, axis=-1))
+
+  return invariant.rows(odds, scaled, None, tiled)
+
+
 def _statistics(logits):
   """Maximum, Σ e^(logit − maximum) and Σ logit e^(logit − maximum) of each token."""
   top = jnp.max(logits, axis=-1)
@@ -63,9 +79,27 @@ def _sum(sums, axes):
   return lax.psum(sums, axes) if axes else sums
 
 
-def _forward(hidden, head, targets, axes):
+def _in_tiles(hidden, head, targets):
+  """`_forward` with the logits and sums of `invariant.rows`, of a whole vocabulary."""
+
+  def chunk(args):
+    h, target = args
+    logits = invariant.rows(fp32.product, h, head, tiled=True)
+    top = jnp.max(logits, axis=-1)
+    scaled = logits - top[:, None]
+    odds, log_sum = normaliser(scaled, tiled=True)
+    chosen = jnp.take_along_axis(scaled, target, axis=-1) - log_sum[:, None]
+    entropy = log_sum - jnp.sum(odds * scaled, axis=-1) / jnp.sum(odds, axis=-1)
+    return chosen, entropy, top + log_sum
+
+  return _map(chunk, (hidden, targets), head.shape[1])
+
+
+def _forward(hidden, head, targets, axes, tiled):
   """logprob [T, k], entropy and logsumexp [T]."""
   vocab = head.shape[1]
+  if tiled and not axes:
+    return _in_tiles(hidden, head, targets)
 
   def chunk(args):
     h, target = args
@@ -91,18 +125,19 @@ def _add_at(logits, targets, values):
   return logits
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _token_logprobs(hidden, head, targets, axes, entropy_gradient):
-  return _forward(hidden, head, targets, axes)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _token_logprobs(hidden, head, targets, axes, entropy_gradient, tiled):
+  return _forward(hidden, head, targets, axes, tiled)[:2]
 
 
-def _fwd(hidden, head, targets, axes, entropy_gradient):
-  logprob, entropy, lse = _forward(hidden, head, targets, axes)
+def _fwd(hidden, head, targets, axes, entropy_gradient, tiled):
+  logprob, entropy, lse = _forward(hidden, head, targets, axes, tiled)
   kept = (entropy,) if entropy_gradient else ()
   return (logprob, entropy), (hidden, head, targets, lse, *kept)
 
 
-def _bwd(axes, entropy_gradient, residuals, cotangents):
+def _bwd(axes, entropy_gradient, tiled, residuals, cotangents):
+  del tiled
   hidden, head, targets, lse, *entropy = residuals
   d_logprob, d_entropy = cotangents
   vocab = head.shape[1]
@@ -139,6 +174,7 @@ def token_logprobs(
   targets: Int[Array, 'T *k'],
   axes: tuple[str, ...] = (),
   entropy_gradient: bool = False,
+  tiled: bool = False,
 ) -> tuple[Float[Array, 'T *k'], Float[Array, 'T']]:
   """log softmax(hidden·head)[target] and the entropy of that softmax.
 
@@ -149,12 +185,14 @@ def token_logprobs(
       unrolled); int32, of the whole vocabulary.
     axes: mesh axes that split the vocabulary; hidden is the same along them.
     entropy_gradient: the entropy carries a gradient; else none.
+    tiled: compute in tiles (`invariant.rows`), where the vocabulary is not split.
 
   Returns:
     logprob and entropy, at least fp32.
   """
   columns = targets if targets.ndim == 2 else targets[:, None]
-  logprob, entropy = _token_logprobs(hidden, head, columns, axes, entropy_gradient)
+  static = axes, entropy_gradient, tiled
+  logprob, entropy = _token_logprobs(hidden, head, columns, *static)
   return logprob.reshape(targets.shape), entropy
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from m2jax import platforms
 from m2jax.axes import Array, Float
-from m2jax.kernels.tree_attention import cpu, gpu, reference, tpu
+from m2jax.kernels.tree_attention import cpu, gpu, invariant, reference, tpu
 from m2jax.kernels.tree_attention.visibility import Visibility
 
 _IMPLEMENTATIONS = {'reference': reference, 'cpu': cpu, 'tpu': tpu, 'gpu': gpu}
@@ -71,7 +71,8 @@ def attend(
     visibility: which keys each query sees.
     scale: factor on the scores; None is H ** -0.5.
     implementation: 'reference', 'cpu', 'tpu' or 'gpu'; None is that of the target
-      platform, or 'reference' where that does not support these tensors.
+      platform, or 'reference' where that does not support these tensors. 'invariant'
+      needs the positions, has no windows, and has the gradient of None.
 
   Returns:
     In q's dtype; 0 for a query that sees no key.
@@ -81,10 +82,12 @@ def attend(
       the implementation named does not support.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  if implementation not in (None, *_IMPLEMENTATIONS):
+  if implementation not in (None, 'invariant', *_IMPLEMENTATIONS):
     raise ValueError(
       f'attend: implementation={implementation!r}, want one of {list(_IMPLEMENTATIONS)}'
     )
+  if implementation == 'invariant':
+    return _attend((implementation, scale), q, k, v, visibility)
   visibility = visibility.complete(q.shape[1])
   if implementation == 'reference':  # its gradients are jax's
     return reference.attend(q, k, v, visibility, scale=scale)
@@ -99,7 +102,9 @@ def _run(which: str, static, q, k, v, visibility, *residuals):
     return functools.partial(getattr(_IMPLEMENTATIONS[name], which), scale=scale)
 
   arrays = (q, k, v, visibility, *residuals)
-  if implementation is not None:
+  if implementation == 'invariant' and which == 'forward':
+    return invariant.forward(*arrays, scale=scale)
+  if implementation not in (None, 'invariant'):
     return of(implementation)(*arrays)
   return platforms.dependent(
     *arrays,

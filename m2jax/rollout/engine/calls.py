@@ -222,7 +222,7 @@ class Calls:
 
   def logits(self, params, hidden):
     """[P, V] of hidden [P, D]."""
-    logits = head.logits(params['params'], hidden)
+    logits = head.logits(params['params'], hidden, self.cfg.invariant)
     return self.sharding.all_gather(logits, 'vocab', axis=1)
 
   def any_left(self, slots: Slots):
@@ -231,7 +231,7 @@ class Calls:
 
   def _sample(self, logits, slots: Slots):
     """Draws each row's next token; finished rows do not change."""
-    token, logprob, logprobs = sampling.sample(logits, draws(slots))
+    token, logprob, logprobs = sampling.sample(logits, draws(slots), self.cfg.invariant)
     running = slots.remaining > 0
     slots, code = self.take(slots, token, logprob, running)
     top = self.top(logprobs, slots)

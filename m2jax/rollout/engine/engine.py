@@ -105,6 +105,7 @@ class Engine:
     self._mesh = self.sharding.mesh or one
     # On a TPU or a GPU there are kernels for pages and for groups of any size.
     self._on_cpu = cfg.unroll_layers and _platform(self._mesh) == 'cpu'
+    self._on_cpu &= not cfg.invariant
     small_batch = None
     if self._on_cpu:
       small_batch = placement.small_batch_form(cfg, config, self.sharding)
@@ -378,6 +379,12 @@ def _check(cfg: ModelConfig, config: EngineConfig) -> None:
       f'EngineConfig.context_tokens={config.context_tokens} exceeds '
       f'ModelConfig.max_positions={cfg.max_positions}'
     )
+  for field in ('cache_dtype', 'weights_dtype'):
+    if cfg.invariant and (stored := getattr(config, field)) is not None:
+      raise ValueError(
+        f'EngineConfig.{field}={stored!r}: must be None with '
+        "ModelConfig.numerics='invariant': the learner rounds to the model's dtypes"
+      )
   if config.draft_tokens > cfg.num_mtp_modules:
     raise ValueError(
       f'EngineConfig.draft_tokens={config.draft_tokens} exceeds '

@@ -94,7 +94,8 @@ class CachedKeys(NamedTuple):
     def attend(q, k, v, carry, layer):
       q, k, v = (a.reshape(*rows.tokens.shape, *a.shape[1:]) for a in (q, k, v))
       cache = carry.write(layer, rows.places(carry), k, v)
-      out = cache.attend(layer, q, rows.tables, sees_up_to, self.visible)
+      how = {'implementation': 'invariant'} if cfg.invariant else {}
+      out = cache.attend(layer, q, rows.tables, sees_up_to, self.visible, **how)
       return out, (cache, None)
 
     return attend
@@ -103,7 +104,9 @@ class CachedKeys(NamedTuple):
 def cached_keys(cfg: ModelConfig, rows: Rows, cache: Pages | Contexts) -> CachedKeys:
   """The keys of the trunk's layers in a cache."""
   position = rows.position.reshape(-1)
-  tables = rope.tables(position, cfg.rotary_dim, cfg.rope_theta, cfg.dtype)
+  tables = rope.tables(
+    *(position, cfg.rotary_dim, cfg.rope_theta, cfg.dtype, cfg.invariant)
+  )
   layers = (
     list(range(cfg.num_layers)) if cfg.unroll_layers else jnp.arange(cfg.num_layers)
   )

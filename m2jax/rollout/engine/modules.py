@@ -139,7 +139,7 @@ def _consume(cfg, variables, pages, rows, states, begin, modules, draw, sharding
 
 def _module(cfg: ModelConfig, variables, pages, k: int, rows: Rows, states, sharding):
   """States [P, C, D] of module k, given those before its tokens, and the pages."""
-  params, router = variables['params'], variables['router']
+  cfg, params, router = cfg.ordinary, variables['params'], variables['router']
   visible = pages.read_depth(rows.tables) >= k
   keys = forward.cached_keys(cfg, rows, pages)._replace(visible=visible)
   attend = keys.attention(cfg, window=None)

@@ -103,7 +103,9 @@ class Pages(NamedTuple):
     """Keys and values of a layer in the pages of tables [P, n]: [K, P, S, H] each."""
     return paged_attention.gather(paged_attention.Cache(self.k, self.v, tables, layer))
 
-  def attend(self, layer, q, tables, position, visible=None) -> jax.Array:
+  def attend(
+    self, layer, q, tables, position, visible=None, implementation=None
+  ) -> jax.Array:
     """Attention of q [P, C, K·G, H] at position [P, C] over each row so far.
 
     `visible` [P, S], if not all are: which keys a query other than their own sees.
@@ -112,7 +114,7 @@ class Pages(NamedTuple):
       keys, values = (x.astype(q.dtype) for x in self.read(layer, tables))
       return masked_attention.attend(q, keys, values, position, visible)
     cache = paged_attention.Cache(self.k, self.v, tables, layer)
-    return paged_attention.attend(q, cache, position)
+    return paged_attention.attend(q, cache, position, implementation=implementation)
 
   def read_tokens(self, tables) -> jax.Array:
     """The tokens in the pages of tables [P, n]: [P, S]."""

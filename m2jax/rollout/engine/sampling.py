@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from m2jax.axes import Array, Bool, Float, Int, Int32, UInt32
+from m2jax.kernels import invariant
+from m2jax.kernels.token_logprobs import normaliser
 
 
 class Draws(NamedTuple):
@@ -65,9 +67,11 @@ class Penalties(NamedTuple):
 
 
 def sample(
-  logits: Float[Array, 'B V'], how: Draws
+  logits: Float[Array, 'B V'], how: Draws, tiled: bool = False
 ) -> tuple[Int32[Array, 'B'], Float[Array, 'B'], Float[Array, 'B V']]:
   """Draws one token per row of logits, which are float32 or wider.
+
+  For `tiled` see `invariant.rows`.
 
   Returns:
     tokens, their log-probabilities, and those of the whole distribution.
@@ -85,10 +89,11 @@ def sample(
     lambda x: x,
     scaled,
   )
-  mass = jnp.exp(scaled)
-  drawn = draw(mass, jax.vmap(_uniform_pair)(how.seeds, how.counters))
+  mass, log_sum = normaliser(scaled, tiled)
+  uniforms = jax.vmap(_uniform_pair)(how.seeds, how.counters)
+  drawn = invariant.rows(lambda tokens, _: draw(*tokens), (mass, uniforms), None, tiled)
   tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
-  logprobs = scaled - jnp.log(jnp.sum(mass, axis=-1, keepdims=True))
+  logprobs = scaled - log_sum[:, None]
   return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], logprobs
 
 

@@ -128,7 +128,7 @@ def _round(
     logits = calls_lib.adjusted(logits, slots, pages, tables, ahead=number)
     how = calls_lib.draws(slots)
     how = how._replace(counters=how.counters + number)
-    token, logprob, _ = sampling.sample(logits, how)
+    token, logprob, _ = sampling.sample(logits, how, calls.cfg.invariant)
     finite.append(jnp.isfinite(logprob))
     return token
 
@@ -155,7 +155,8 @@ def _verify(calls: Calls, K: int, params, pages, slots: Slots, sampled, hidden, 
   logits = jnp.stack([column(i) for i in range(C)], axis=1)
   how = jax.tree.map(lambda x: jnp.repeat(x, C, axis=0), calls_lib.draws(slots))
   how = how._replace(counters=how.counters + jnp.tile(jnp.arange(C), P))
-  token, logprob, logprobs = sampling.sample(logits.reshape(P * C, -1), how)
+  logits = logits.reshape(P * C, -1)
+  token, logprob, logprobs = sampling.sample(logits, how, calls.cfg.invariant)
   ids, best = calls.top(logprobs, slots)
   shaped = lambda x: x.reshape(P, C, *x.shape[1:])
   token, logprob, ids, best = map(shaped, (token, logprob, ids, best))

@@ -12,7 +12,8 @@ forward pass under either version. Without `reuse_stale_prefix` only requests in
 during an update use mixed versions.
 
 A seeded request draws the same random numbers regardless of the rest of the batch. Its
-logits may still differ in the last bits between batch sizes, because matmuls do.
+logits may still differ in the last bits between batch sizes, because matmuls do, unless
+the model's numerics are invariant.
 """
 
 from __future__ import annotations
