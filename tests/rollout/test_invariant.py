@@ -29,6 +29,7 @@ from tests.rollout.engine.test_engine import prompt
 from tests.rollout.serving.test_scheduler import request
 
 TIMEOUT_S = 600  # the first calls compile
+BFLOAT16 = pytest.param('bfloat16', marks=pytest.mark.long)
 
 CFG = dataclasses.replace(
   small.CFG,
@@ -169,7 +170,7 @@ def learned(cfg, variables, samples, row_tokens):
 
 
 @pytest.mark.parametrize(
-  'dtype', [pytest.param('float32', marks=pytest.mark.smoke), 'bfloat16']
+  'dtype', [pytest.param('float32', marks=pytest.mark.smoke), BFLOAT16]
 )
 def test_the_learner_has_the_engines_log_probabilities(dtype):
   """Difference 0: in rows of a forest and in chunks of it, with other weights after a
@@ -197,7 +198,7 @@ def test_the_learner_has_the_engines_log_probabilities(dtype):
       np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', BFLOAT16])
 def test_the_learner_has_the_engines_experts(dtype):
   """Of each token, prompts included, in the order of their scores."""
   cfg, found = dataclasses.replace(CFG, dtype=dtype), served(dtype)
@@ -217,7 +218,7 @@ def test_the_learner_has_the_engines_experts(dtype):
       np.testing.assert_array_equal(of_token[path], result.experts[i])
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', BFLOAT16])
 def test_the_engine_agrees_with_itself(dtype):
   """Requests with the same seed have the same tokens and log-probabilities: with drafts
   and without, alone and with others, from the start and after a retraction."""
