@@ -1,12 +1,12 @@
 r"""How often the run doctor is right: real small runs with faults, and without.
 
-  python -m benchmarks.doctor --workdir=DIR [--list first second healthy] \
+  python -m benchmarks.doctor --workdir=DIR [--list first second third healthy] \
     [--seeds 0 1 2] [--jobs 2] [--json]
 
-Each fault of `benchmarks.doctor_faults.first` (and `second`, by an author who had not
-read the detectors) runs once for each seed; each of the healthy configurations runs
-once. A run is a job of the project in a process of its own (`doctor_faults.jobs`), and
-is then examined as `experiments.doctor` does.
+Each fault of `benchmarks.doctor_faults.first` (and `second` and `third`, by authors who
+had not read the detectors) runs once for each seed; each of the healthy configurations
+runs once. A run is a job of the project in a process of its own (`doctor_faults.jobs`),
+and is then examined as `experiments.doctor` does.
 
   detected   a finding that does not end before the fault begins
   diagnosed  the doctor's first such finding names the fault's category (`CATEGORY`)
@@ -50,7 +50,7 @@ from m2jax.forge.config import ForgeConfig
 LISTS = 'first', 'second', 'third', 'healthy'
 _LIMIT_S = 600.0  # a run that takes longer is killed, and examined as it is
 
-# The category of each kind of finding. Fixed before the second list was written.
+# The category of each kind of finding. Fixed before the blind lists were written.
 CATEGORY: Mapping[str, str] = {
   **dict.fromkeys(('not_finite', 'loss_spike', 'loss_divergence'), 'optimizer'),
   **dict.fromkeys(('gradient_jump', 'ratio_drift'), 'optimizer'),

@@ -283,7 +283,7 @@ FAULTS = (
   Fault(
     'deep_queue',
     'queue',
-    'so many groups run at a time that they are old when they are trained',
+    'too many groups run at a time: they are old when they are trained',
     config={'rl.capacity': 64, 'episodes.concurrency': 256},
   ),
 )
