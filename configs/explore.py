@@ -33,7 +33,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.episodes.agent = dict(kind='whitebox', max_tokens=96)
   c.eval_tasks = c.dev_tasks = 0
   c.sft.families = {}
-  c.sft.update(demonstrations=30_000, row_tokens=1024, tokens_per_step=4096)
+  c.sft.update(demonstrations=12_000, row_tokens=1024, tokens_per_step=4096)
   c.sft.step.update(micro_rows=1)
   steps = 500 if variant == 'quick' else 1500
   c.sft.loop.update(steps=steps, checkpoint_every=steps)
