@@ -134,7 +134,8 @@ def measure(arm: str, seed: int, args) -> dict[str, Any]:
   """One lineage, resumed if it was interrupted."""
   policy, scaffold = args.workdir / f'policy-{seed}', ''
   cpu_s = time.process_time()
-  run.run(common.build(ForgeConfig, policy_config('', seed, args)), policy)
+  if not (policy / 'report.html').exists():  # which a job writes last
+    run.run(common.build(ForgeConfig, policy_config('', seed, args)), policy)
   if arm == 'generation_2':
     first = args.workdir / f'analyst-{seed}'
     state = lineage.fold(record.read(first / record.FILE_NAME))
