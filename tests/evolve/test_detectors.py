@@ -194,6 +194,8 @@ def test_settings_that_the_records_contradict(diagnose):
     rl['optimizer']['schedule'] = schedule | {name: value}
     rl['learner']['estimator'].update(clip_low=0.2, clip_high=0.2)
     assert bool(diagnose(records, {'rl': rl})) == (name == 'kind')
+  del rl['optimizer']['schedule']['kind']  # settings are untrusted
+  assert not diagnose(records, {'rl': rl})
 
 
 def test_a_full_queue_explains_a_lag_that_rises(diagnose):
@@ -355,3 +357,22 @@ def test_an_engine_that_reports_late(diagnose):
     row['time_s'] = 1.7e9 + 0.1 * i
     row['engine/version'] = i // 14 * 14
   assert 'weights_not_published' not in diagnose(records)
+
+
+@pytest.mark.parametrize('seed', range(8))
+def test_a_fall_is_where_welchs_t_is_largest(seed):
+  """Against the definition, at every place."""
+  rng = np.random.default_rng(seed)
+  x = rng.normal(0.6, 0.2, 60)
+  x[35:] -= 0.3
+  places = range(12, 60 - 12 + 1)
+  sides = [(x[max(0, i - 20) : i], x[i : i + 20]) for i in places]
+  expected = [
+    (a.mean() - b.mean()) / math.sqrt(a.var() / len(a) + b.var() / len(b))
+    for a, b in sides
+  ]
+  at, before, after, t = robust.fall(x, 20, 12)
+  best = int(np.argmax(expected))
+  assert at == places[best] and t == pytest.approx(expected[best])
+  assert (before, after) == pytest.approx([side.mean() for side in sides[best]])
+  assert robust.fall(x[:20], 20, 12) == (0, 0.0, 0.0, 0.0)

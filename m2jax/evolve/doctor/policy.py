@@ -130,14 +130,14 @@ def mismatch(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
       )
   for first, last, bound in parts[:1]:
     worst = x[first : last + 1].max()
-    same, past = 'the same weights', ''
+    kind, of = 'mismatch', 'the same weights'
     if exact and first >= AGREED:
-      past = f' after {first:,} records without a difference'
-      same = 'weights of the same version'
+      kind = 'weights_differ'
+      of = f'weights of the same version after {first:,} records without a difference'
     yield windows.of_series(
-      'weights_differ' if past else 'mismatch',
+      kind,
       f'engine and learner differ by up to {worst:.3g} nats ({name}) about tokens of '
-      f'{same}{past}',
+      f'{of}',
       phase,
       *(name, at, x, (first, last), bound, why),
     )

@@ -7,8 +7,6 @@ at every k-th place, which bounds the time (`_PLACES`).
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 _PLACES = 50_000  # windows of a series that are compared
@@ -147,19 +145,21 @@ def fall(x: np.ndarray, most: int, least: int) -> tuple[int, float, float, float
     (index of the first value after it, mean before, mean after, t); t is 0 if the
     series is too short, and the standard deviations are at least 0.05.
   """
-  found = 0, 0.0, 0.0, 0.0
+  at = places(least, len(x) - least)
+  if not len(at):
+    return 0, 0.0, 0.0, 0.0
   total, squares = (np.r_[0.0, np.cumsum(y)] for y in (x, x * x))
-  for i in places(least, len(x) - least):
-    means, errors = [], []
-    for a, b in ((max(0, i - most), i), (i, min(len(x), i + most))):
-      mean = (total[b] - total[a]) / (b - a)
-      variance = (squares[b] - squares[a]) / (b - a) - mean**2
-      means.append(mean)
-      errors.append(max(variance, 0.05**2) / (b - a))
-    t = (means[0] - means[1]) / math.sqrt(sum(errors))
-    if t > found[3]:
-      found = int(i), means[0], means[1], t
-  return found
+
+  def moments(first, end):
+    mean = (total[end] - total[first]) / (end - first)
+    variance = (squares[end] - squares[first]) / (end - first) - mean**2
+    return mean, np.maximum(variance, 0.05**2) / (end - first)
+
+  before, error_before = moments(np.maximum(at - most, 0), at)
+  after, error_after = moments(at, np.minimum(at + most, len(x)))
+  t = (before - after) / np.sqrt(error_before + error_after)
+  i = np.argmax(t)
+  return int(at[i]), float(before[i]), float(after[i]), float(t[i])
 
 
 def trend(x: np.ndarray, blocks: int = 8) -> float:

@@ -236,7 +236,8 @@ def schedule(phase: Phase, config: Mapping[str, Any]) -> Iterator[Finding]:
   field = causes.field_of('{optimizer}.schedule.total_steps', phase.name, config)
   end = settings.number(config, field) if field else None
   shape = settings.get(config, field.rpartition('.')[0]) if field else None
-  if not end or shape['kind'] == 'constant' or shape.get('final_fraction') != 0:
+  falls = settings.get(shape, 'kind') in ('linear', 'cosine', 'wsd')
+  if not end or not falls or shape.get('final_fraction') != 0:
     return
   late = np.flatnonzero(phase.step > end)
   if not shape.get('segments') and len(late):
