@@ -29,8 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness
+from experiments import common
 from m2jax import forest, model, platforms
-from m2jax.checkpoint import policy
+from m2jax.checkpoint import CheckpointError, policy
+from m2jax.checks import InvalidSetting
 from m2jax.config import ModelConfig
 from m2jax.kernels.token_logprobs import normaliser
 from m2jax.layers import taps
@@ -254,7 +256,12 @@ def main() -> None:
   parser.add_argument('--dtype', help="of activations; default: the run's")
   args = parser.parse_args()
   platforms.own_only()
-  harness.show(args, measure(args), table)
+  with common.interruptible():
+    try:
+      found = measure(args)
+    except (CheckpointError, InvalidSetting) as error:
+      common.fail(error)
+  harness.show(args, found, table)
 
 
 def measure(args) -> dict[str, Any]:

@@ -71,3 +71,21 @@ def test_a_fault_is_found(variables):
   )
   at = np.flatnonzero(COMPLETIONS[0].tokens == word)[0]
   assert found[0][:2] == (-1, 'embedding') and found[0].token == at
+
+
+@pytest.mark.parametrize('name', ['none', 'settings'])
+def test_what_is_wrong_with_the_command(name, tmp_path, monkeypatch, capsys):
+  """One line and code 2, no traceback."""
+
+  def measure(args):
+    if name == 'settings':
+      dataclasses.replace(CFG, numerics='exact')
+    return measured(args)
+
+  measured = first_difference.measure
+  monkeypatch.setattr(first_difference, 'measure', measure)
+  monkeypatch.setattr('sys.argv', ['first_difference', f'--workdir={tmp_path / name}'])
+  with pytest.raises(SystemExit) as ended:
+    first_difference.main()
+  said = capsys.readouterr().err
+  assert ended.value.code == 2 and said.startswith('error: ') and len(said) < 200
