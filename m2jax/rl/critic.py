@@ -211,10 +211,10 @@ class Critic:
     if plan is not None:
       found.append(self._passes.of_tree(variables, plan))
     gains = [self._gae(part) for part in found]
-    lives = [part['weight'] != 0 for part in found]
-    scale = np.std(np.concatenate([g[x] for g, x in zip(gains, lives, strict=True)]))
-    if self._reward.normalise == 'batch' and scale > 1e-9:
-      gains = [g / scale for g in gains]
+    if self._reward.normalise == 'batch':
+      live = [g[part['weight'] != 0] for g, part in zip(gains, found, strict=True)]
+      if (scale := np.std(np.concatenate(live))) > 1e-9:
+        gains = [g / scale for g in gains]
     gains = [g.astype(found[0]['value'].dtype) for g in gains]
     rows, plan = batch[:2]
     if rows is not None:
