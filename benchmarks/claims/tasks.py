@@ -6,10 +6,11 @@ right one with a given probability makes that habit. The policy has to change a 
 that it already makes sometimes, as in the RL of a trained agent, and how often it makes
 it at the start is a setting.
 
-  Forks  BEGIN x_1 … x_n ASK → [free tokens] y_1 … y_n END, in one response
-  Modes  the same, after a token that chooses how long the episode takes
-  Turns  BEGIN x_1 → y_1, x_2 → y_2, …: the environment shows the next symbol after each
-         response of one token, and pays for each right one
+  Forks    BEGIN x_1 … x_n ASK → [free tokens] y_1 … y_n END, in one response
+  Modes    the same, after a token that chooses how long the episode takes
+  Domains  the same, after a token of the domain, on which the right tokens depend
+  Turns    BEGIN x_1 → y_1, x_2 → y_2, …: the environment shows the next symbol after
+           each response of one token, and pays for each right one
 
 An environment step is a few comparisons of integers, so the time of a run is that of
 engine and learner. Agents, gateway and chat template take no part: the prompt of each
@@ -32,7 +33,8 @@ from m2jax.rl import rewards
 
 SYMBOLS = 8
 BEGIN, ASK, END, FREE = 0, 2 * SYMBOLS + 1, 2 * SYMBOLS + 2, 2 * SYMBOLS + 3
-VOCABULARY = 32  # FREE … FREE + 7 are the free tokens
+DOMAIN = FREE + SYMBOLS  # FREE … FREE + 7 are the free tokens
+VOCABULARY, MOST_DOMAINS = 32, 4
 
 
 class Response(NamedTuple):
@@ -42,6 +44,7 @@ class Response(NamedTuple):
   logprobs: np.ndarray
   versions: np.ndarray
   finish_reason: str = 'stop'
+  experts: np.ndarray | None = None
 
   @classmethod
   def written(cls, tokens: np.ndarray) -> Response:
@@ -105,11 +108,14 @@ class Task(Protocol):
 
 
 def _choices(
-  symbols: np.ndarray, habits: Sequence[float] | np.ndarray, rng: np.random.Generator
+  symbols: np.ndarray,
+  right: np.ndarray,
+  habits: Sequence[float] | np.ndarray,
+  rng: np.random.Generator,
 ) -> np.ndarray:
   """The right token with probability habits[i], else the copy."""
-  right = rng.random(len(symbols)) < np.asarray(habits)[: len(symbols)]
-  return symbols + SYMBOLS * right
+  chosen = rng.random(len(symbols)) < np.asarray(habits)[: len(symbols)]
+  return np.where(chosen, right, symbols)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,16 +170,75 @@ class Forks:
     self, symbols: np.ndarray, rng: np.random.Generator
   ) -> list[np.ndarray]:
     free = FREE + rng.integers(0, SYMBOLS, self.free)
-    chosen = _choices(symbols, self.habits, rng)
+    chosen = _choices(symbols, self.right(symbols), self.habits, rng)
     return [np.array([*free, *chosen, END], np.int32)]
+
+  def right(self, symbols: np.ndarray) -> np.ndarray:
+    """The right token of each place."""
+    return symbols + SYMBOLS
 
   def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
     (tokens,) = responses
-    free, chosen = tokens[: self.free], tokens[self.free : -1]
-    formed = len(chosen) == len(symbols) and tokens[-1] == END and np.all(free >= FREE)
-    right = float(np.mean(chosen == symbols + SYMBOLS)) if formed else 0.0
+    free, chosen, wanted = (
+      tokens[: self.free],
+      tokens[self.free : -1],
+      self.right(symbols),
+    )
+    formed = len(chosen) == len(wanted) and tokens[-1] == END and np.all(free >= FREE)
+    right = float(np.mean(chosen == wanted)) if formed else 0.0
     success = right if self.graded else float(right == 1)
     return Verdict(success, (), float(right == 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Domains(Forks):
+  """Forks of several domains: the right token of a symbol is another one in each.
+
+  The first entry of an instance is its domain.
+
+  Attributes:
+    number: domains of the demonstrations.
+    only: the domain of all instances; None: drawn uniformly.
+  """
+
+  number: int = MOST_DOMAINS
+  only: int | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    require(self, self.free == 0, 'free', '0')
+    require(self, self.shortest is None, 'shortest', 'None')
+    known = 1 <= self.number <= MOST_DOMAINS
+    require(self, known, 'number', f'in [1, {MOST_DOMAINS}]')
+    inside = self.only is None or 0 <= self.only < self.number
+    require(self, inside, 'only', f'below {self.number}, or None')
+
+  @property
+  def demonstrated(self) -> Domains:
+    return dataclasses.replace(self, graded=False, only=None)
+
+  @property
+  def context_tokens(self) -> int:
+    return super().context_tokens + 1
+
+  def instance(self, rng: np.random.Generator) -> np.ndarray:
+    drawn = int(rng.integers(self.number))
+    domain = drawn if self.only is None else self.only
+    return np.array([domain, *super().instance(rng)])
+
+  def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
+    begin, *rest = super().prompt(symbols[1:], responses)
+    return np.array([begin, DOMAIN + symbols[0], *rest], np.int32)
+
+  def demonstration(
+    self, symbols: np.ndarray, rng: np.random.Generator
+  ) -> list[np.ndarray]:
+    chosen = _choices(symbols[1:], self.right(symbols), self.habits, rng)
+    return [np.array([*chosen, END], np.int32)]
+
+  def right(self, symbols: np.ndarray) -> np.ndarray:
+    domain, places = symbols[0], symbols[1:]
+    return SYMBOLS + 1 + (places - 1 + 2 * domain) % SYMBOLS
 
 
 SERIAL, PARALLEL = FREE, FREE + 1
@@ -206,7 +271,7 @@ class Modes(Forks):
   ) -> list[np.ndarray]:
     parallel = rng.random() < self.parallel
     habits = np.array(self.habits) * (1 - self.harder * parallel)
-    chosen = _choices(symbols, habits, rng)
+    chosen = _choices(symbols, self.right(symbols), habits, rng)
     return [np.array([PARALLEL if parallel else SERIAL, *chosen, END], np.int32)]
 
   def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
@@ -260,7 +325,8 @@ class Turns:
   def demonstration(
     self, symbols: np.ndarray, rng: np.random.Generator
   ) -> list[np.ndarray]:
-    chosen = _choices(symbols, [self.habit] * self.number, rng)
+    habits = [self.habit] * self.number
+    chosen = _choices(symbols, symbols + SYMBOLS, habits, rng)
     return [np.array([token], np.int32) for token in chosen]
 
   def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
@@ -304,6 +370,7 @@ def group(
           logprobs=response.logprobs,
           versions=response.versions,
           finish_reason=response.finish_reason,
+          experts=response.experts,
           status='ok',
           request=turn,
         )

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimiz
 from m2jax.rl import critic, estimators, rewards
 from m2jax.rl import learner as learner_lib
 from m2jax.rollout.api import GenerateRequest, Handle, SamplingParams
+from m2jax.rollout.engine import calls
+from m2jax.rollout.engine import engine as engine_lib
 from m2jax.rollout.engine.config import EngineConfig
 from m2jax.rollout.engine.engine import Engine
 from m2jax.rollout.serving.scheduler import Scheduler
@@ -60,6 +63,29 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampler:
+  """How the engine computes; the learner computes in float32.
+
+  Attributes:
+    dtype: of activations and the K/V cache.
+    head: 'float32' as M2's, or 'bfloat16': operands and logits are rounded.
+    record_experts: the learner uses the experts that the engine chose.
+  """
+
+  dtype: str = 'float32'
+  head: str = 'float32'
+  record_experts: bool = False
+
+
+class _RoundedHead(calls.Calls):
+  """An engine's calls with logits in bfloat16."""
+
+  def logits(self, params, hidden):
+    head = params['params']['head'].astype(jnp.bfloat16)
+    return (hidden.astype(jnp.bfloat16) @ head).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
 class Arm:
   """What a run trains on, and how.
 
@@ -71,6 +97,10 @@ class Arm:
     age: updates by which the engine's weights are old.
     critic: learned values; none by default.
     single: every group is one episode, with as many more groups.
+    sampler: how the engine computes.
+    bias_update_rate: of the router's biases in RL.
+    after: tasks that the updates are about instead, one after the other in equal parts.
+    evaluated: tasks that are evaluated at the end beside `task`.
   """
 
   task: tasks.Task
@@ -80,6 +110,10 @@ class Arm:
   age: int = 0
   critic: critic.CriticConfig = critic.CriticConfig()
   single: bool = False
+  sampler: Sampler = Sampler()
+  bias_update_rate: float = 0.0
+  after: tuple[tasks.Task, ...] = ()
+  evaluated: tuple[tasks.Task, ...] = ()
 
 
 class Trainer:
@@ -90,24 +124,32 @@ class Trainer:
     self.cfg = dataclasses.replace(
       self.cfg, vocab_size=tasks.VOCABULARY, max_positions=64
     )
-    self._engines: dict[int, Engine] = {}
+    self._engines: dict[tuple, Engine] = {}
     self._learners: dict[tuple, learner_lib.Learner] = {}
     self._starts: dict[tuple, Any] = {}  # weights after SFT, on the host
 
-  def run(self, arm: Arm, rate: float, seed: int) -> dict[str, Any]:
-    """One run: success before and after it, of each update, and what it took."""
+  def run(
+    self, arm: Arm, rate: float, seed: int, updates: int | None = None
+  ) -> dict[str, Any]:
+    """One run: success before and after it, of each update, and what it took.
+
+    Args:
+      updates: replaces the number of `sizes`.
+    """
     wall_s, cpu_s = time.monotonic(), time.process_time()
-    sizes, task = self.sizes, arm.task
+    sizes = self.sizes
+    updates = updates or sizes.updates
     groups, size = sizes.groups, sizes.size
     if arm.single:
       groups, size = groups * size, 1
     learner = self.learner(arm, rate, seed)
     rng = np.random.default_rng((seed, 1))
-    scheduler = Scheduler(self.engine(task), learner.variables(), 0).start()
+    scheduler = Scheduler(self.engine(arm), learner.variables(), 0).start()
     old, metrics, curve, index = deque(), [], [], 0
     try:
-      start = self.evaluate(scheduler, task, seed)
-      for _ in range(sizes.updates):
+      start = self.evaluate(scheduler, arm.task, seed)
+      for update in range(updates):
+        task = arm.after[update * len(arm.after) // updates] if arm.after else arm.task
         asked = [task.instance(rng) for _ in range(groups)]
         first = seed * SEEDS_OF_RUN + index * size * task.turns
         episodes = sample(scheduler, task, asked, size, first)
@@ -126,7 +168,8 @@ class Trainer:
           variables, version = old.popleft()
           scheduler.update_weights(jax.tree.map(jnp.asarray, variables), version)
       scheduler.update_weights(learner.variables(), learner.version + 1)
-      end = self.evaluate(scheduler, task, seed)
+      end = self.evaluate(scheduler, arm.task, seed)
+      ends = [self.evaluate(scheduler, task, seed) for task in arm.evaluated]
     finally:
       scheduler.stop()
     return {
@@ -134,31 +177,35 @@ class Trainer:
       'rate': rate,
       'start': start,
       'end': end,
+      'ends': ends,
       'mean': float(np.mean(curve)),
       'lowest': min(curve),
       'curve': [[i, y] for i, y in enumerate(curve)],
-      'episodes': sizes.episodes,
+      'episodes': index * size,
       **of_metrics(metrics),
       'cpu_s': time.process_time() - cpu_s,
       'wall_s': time.monotonic() - wall_s,
     }
 
-  def engine(self, task: tasks.Task) -> Engine:
-    context, slots = task.context_tokens, self.sizes.groups * self.sizes.size
-    context = -(-context // _PAGE) * _PAGE
-    if context not in self._engines:
-      self._engines[context] = Engine(
-        self.cfg,
-        EngineConfig(
-          slots=slots,
-          context_tokens=context,
-          page_tokens=_PAGE,
-          decode_rows=(slots,),
-          prefill_shapes=((slots, min(_CHUNK, context)),),
-          contexts=(context,),
-        ),
+  def engine(self, arm: Arm) -> Engine:
+    sampler, slots = arm.sampler, self.sizes.groups * self.sizes.size
+    context = -(-arm.task.context_tokens // _PAGE) * _PAGE
+    key = context, sampler
+    if key not in self._engines:
+      config = EngineConfig(
+        slots=slots,
+        context_tokens=context,
+        page_tokens=_PAGE,
+        decode_rows=(slots,),
+        prefill_shapes=((slots, min(_CHUNK, context)),),
+        contexts=(context,),
+        record_experts=sampler.record_experts,
       )
-    return self._engines[context]
+      kind = calls.Calls if sampler.head == 'float32' else _RoundedHead
+      with mock.patch.object(engine_lib, 'Calls', kind):
+        cfg = dataclasses.replace(self.cfg, dtype=sampler.dtype)
+        self._engines[key] = engine_lib.Engine(cfg, config)
+    return self._engines[key]
 
   def learner(self, arm: Arm, rate: float, seed: int) -> learner_lib.Learner:
     """The learner of an arm, with the weights after SFT and no updates."""
@@ -197,7 +244,7 @@ class Trainer:
 
   def _learner(self, arm: Arm, rate: float) -> learner_lib.Learner:
     key = arm.estimator, arm.parameters, arm.reward, arm.critic
-    key += arm.task.context_tokens, rate
+    key += arm.bias_update_rate, arm.task.context_tokens, rate
     if key not in self._learners:
       row = -(-self.sizes.size * arm.task.context_tokens // 32) * 32
       config = learner_lib.LearnerConfig(
@@ -208,7 +255,9 @@ class Trainer:
         reward=arm.reward,
         critic=arm.critic,
         step=train_step.StepConfig(
-          micro_rows=self.sizes.groups, mtp_weight=0.0, bias_update_rate=0.0
+          micro_rows=self.sizes.groups,
+          mtp_weight=0.0,
+          bias_update_rate=arm.bias_update_rate,
         ),
       )
       like = train_step.init_variables(self.cfg, jax.random.key(0))
@@ -263,20 +312,22 @@ def response(handle: Handle | tasks.Response) -> tasks.Response:
     return handle
   found = handle.future.result()
   return tasks.Response(
-    found.tokens, found.logprobs, found.versions, found.finish_reason
+    *(found.tokens, found.logprobs, found.versions, found.finish_reason), found.experts
   )
 
 
 def of_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
   """What a table shows of the learner's metrics: means over updates that trained, 0
-  where there are none; and `episode_s`, the time of episodes in the last quarter of all
-  updates."""
+  where there are none, `mismatch` in millinats; and `episode_s`, the time of episodes
+  in the last quarter of all updates."""
   trained = [m for m in metrics if 'entropy' in m]
   names = {'clipped': 'clip_fraction', 'lag': 'policy/lag_mean', 'entropy': 'entropy'}
-  names['explained'] = 'value/explained_variance'
+  names |= {'explained': 'value/explained_variance', 'mismatch': 'mismatch/mean'}
+  names['rerouted'] = 'replay/rerouted'
   found = {k: [m[name] for m in trained if name in m] for k, name in names.items()}
   found['episode_s'] = [m['wall_s'] for m in metrics[-(-3 * len(metrics) // 4) :]]
-  return {k: float(np.mean(v)) if v else 0.0 for k, v in found.items()}
+  means = {k: float(np.mean(v)) if v else 0.0 for k, v in found.items()}
+  return means | {'mismatch': 1000 * means['mismatch']}
 
 
 def _right(task: tasks.Task, asked, episodes) -> float:

@@ -77,6 +77,24 @@ def test_turns_pay_what_the_end_would():
   assert found.credits[0].advantages.tolist() == [0.25, 0.125, 0.125, 0.0]
 
 
+def test_domains_have_right_tokens_of_their_own():
+  mixed, rng = tasks.Domains(habits=(1.0, 1.0)), np.random.default_rng(0)
+  drawn = {int(mixed.instance(rng)[0]) for _ in range(50)}
+  assert drawn == set(range(tasks.MOST_DOMAINS))
+  rights = []
+  for d in drawn:
+    one = dataclasses.replace(mixed, only=d)
+    symbols = one.instance(rng)
+    assert symbols[0] == d and one.demonstrated == mixed.demonstrated
+    assert one.prompt(symbols, [])[1] == tasks.DOMAIN + d < tasks.VOCABULARY
+    shown = one.demonstration(symbols, rng)
+    assert one.judge(symbols, shown).right == 1
+    assert mixed.judge(np.array([(d + 1) % 4, *symbols[1:]]), shown).right == 0
+    rights.append(tuple(one.right(np.array([d, *range(1, 9)]))))
+    assert sorted(rights[-1]) == [*range(9, 17)]
+  assert len(set(rights)) == len(rights)
+
+
 def test_demonstrations_have_the_habit():
   forks, rng = tasks.Forks(habits=(0.1, 0.8), shortest=1), np.random.default_rng(0)
   hits, shown = np.zeros(2), np.zeros(2)
@@ -252,3 +270,23 @@ def test_an_arm_learns():
   assert runs[0]['start'] == runs[1]['start'] and runs[0]['end'] > runs[0]['start']
   assert [round(run['lag'], 1) for run in runs] == [0.0, pytest.approx(1.8, abs=0.3)]
   assert math.isfinite(runs[0]['entropy']) and len(runs[0]['curve']) == 12
+
+
+@pytest.mark.long
+def test_samplers_differ_in_precision():
+  """Each rounding adds to the mismatch, experts are replayed, and tasks follow."""
+  sizes = training.Sizes(updates=2, groups=2, size=4, evaluated=8, sft_steps=20)
+  trainer, task = training.Trainer(sizes), tasks.Domains((0.5, 0.5), graded=True)
+  half, each = 'bfloat16', tuple(dataclasses.replace(task, only=d) for d in (0, 1))
+  samplers = (
+    training.Sampler(),
+    training.Sampler(half, record_experts=True),
+    training.Sampler(half, head=half),
+  )
+  runs = [
+    trainer.run(training.Arm(task, sampler=s, after=each, evaluated=each), 1e-4, 0)
+    for s in samplers
+  ]
+  exact, rounded, head = (run['mismatch'] for run in runs)
+  assert exact < 0.01 < rounded < head
+  assert all(len(run['ends']) == 2 and run['episodes'] == 16 for run in runs)

@@ -98,10 +98,11 @@ def stream(number: int, seed: int) -> tuple[Items, list[np.ndarray]]:
 def measure(trainer: Trainer, condition: str, arm: str, rate: float, seed: int):
   wall_s, cpu_s = time.monotonic(), time.process_time()
   (load, kind), sizes = CONDITIONS[condition], trainer.sizes
-  learner = trainer.learner(Arm(TASK, kind), rate, seed)
+  of = Arm(TASK, kind)
+  learner = trainer.learner(of, rate, seed)
   items, instances = stream(sizes.updates * sizes.groups + 2 * CAPACITY, seed)
   step = items.latency.mean() * sizes.groups / CAPACITY / load
-  scheduler = Scheduler(trainer.engine(TASK), learner.variables(), 0).start()
+  scheduler = Scheduler(trainer.engine(of), learner.variables(), 0).start()
   try:
     run = Training(
       *(items, Policy(arm, RULES[arm]), CAPACITY, sizes.groups, step),
