@@ -94,6 +94,10 @@ class Task(Protocol):
 
   def instance(self, rng: np.random.Generator) -> np.ndarray: ...
 
+  def domain(self, symbols: np.ndarray) -> str:
+    """The instance's domain; '' if the task has one only."""
+    ...
+
   def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
     """The prompt after these responses."""
     ...
@@ -162,6 +166,10 @@ class Forks:
       places = int(rng.integers(self.shortest, places + 1))
     return rng.integers(1, SYMBOLS + 1, places)
 
+  def domain(self, symbols: np.ndarray) -> str:
+    del symbols
+    return ''
+
   def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
     del responses
     return np.array([BEGIN, *symbols, ASK], np.int32)
@@ -214,10 +222,6 @@ class Domains(Forks):
     require(self, inside, 'only', f'below {self.number}, or None')
 
   @property
-  def demonstrated(self) -> Domains:
-    return dataclasses.replace(self, graded=False, only=None)
-
-  @property
   def context_tokens(self) -> int:
     return super().context_tokens + 1
 
@@ -225,6 +229,9 @@ class Domains(Forks):
     drawn = int(rng.integers(self.number))
     domain = drawn if self.only is None else self.only
     return np.array([domain, *super().instance(rng)])
+
+  def domain(self, symbols: np.ndarray) -> str:
+    return str(symbols[0])
 
   def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
     begin, *rest = super().prompt(symbols[1:], responses)
@@ -316,6 +323,10 @@ class Turns:
   def instance(self, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(1, SYMBOLS + 1, self.number)
 
+  def domain(self, symbols: np.ndarray) -> str:
+    del symbols
+    return ''
+
   def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
     shown = [BEGIN]
     for symbol, response in zip(symbols, responses, strict=False):
@@ -353,7 +364,8 @@ def group(
     episodes: the responses of each episode.
     success: replaces the verdict, for demonstrations.
   """
-  out = []
+  out, domain = [], task.domain(symbols)
+  family = f'{domain}/token' if domain else 'token'
   for rank, responses in enumerate(episodes):
     session, completions = f'{index}.{rank}', []
     tokens = [r.tokens for r in responses]
@@ -379,7 +391,7 @@ def group(
     reward = verdict.success if success is None else success
     paid = verdict.paid if success is None else ()
     end = Trajectory(
-      *(session, index, rank, 'token', 'token', 'answer', reward, verdict.wall_s, 0),
+      *(session, index, rank, 'token', family, 'answer', reward, verdict.wall_s, 0),
       rewards={c.id: r for c, r in zip(completions, paid, strict=False)},
     )
     out.append((end, completions))

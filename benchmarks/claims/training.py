@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import windowed_fifo_rl
 from benchmarks.claims import tasks
 from m2jax import forest
+from m2jax.config import ModelConfig
 from m2jax.optim import AdamConfig, ByKind, MuonConfig, OptimizerConfig, optimizer
-from m2jax.rl import critic, estimators, rewards
+from m2jax.rl import critic, distillation, estimators, rewards
 from m2jax.rl import learner as learner_lib
 from m2jax.rollout.api import GenerateRequest, Handle, SamplingParams
 from m2jax.rollout.engine import calls
@@ -35,6 +35,22 @@ from m2jax.train import step as train_step
 
 SEEDS_OF_RUN = 2**24  # seeds of requests; evaluations have the upper half
 _PAGE, _CHUNK = 4, 16
+MODEL = ModelConfig(
+  vocab_size=tasks.VOCABULARY,
+  num_layers=2,
+  embed_dim=64,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  rotary_dim=8,
+  num_experts=4,
+  experts_per_token=2,
+  expert_dim=64,
+  max_positions=64,
+  num_mtp_modules=0,
+  dtype='float32',
+  unroll_layers=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +117,9 @@ class Arm:
     bias_update_rate: of the router's biases in RL.
     after: tasks that the updates are about instead, one after the other in equal parts.
     evaluated: tasks that are evaluated at the end beside `task`.
+    teachers: domains, each with the task whose demonstrations its teacher has learned.
+    distillation: how they teach; names of directories are not read.
+    imitates: episodes are those of the domain's teacher, and all count as successes.
   """
 
   task: tasks.Task
@@ -114,16 +133,16 @@ class Arm:
   bias_update_rate: float = 0.0
   after: tuple[tasks.Task, ...] = ()
   evaluated: tuple[tasks.Task, ...] = ()
+  teachers: tuple[tuple[str, tasks.Task], ...] = ()
+  distillation: distillation.DistillationConfig = distillation.DistillationConfig()
+  imitates: bool = False
 
 
 class Trainer:
   """Engines, learners and starts, made once for all runs of a row."""
 
   def __init__(self, sizes: Sizes):
-    self.sizes, self.cfg = sizes, windowed_fifo_rl.model()
-    self.cfg = dataclasses.replace(
-      self.cfg, vocab_size=tasks.VOCABULARY, max_positions=64
-    )
+    self.sizes, self.cfg = sizes, MODEL
     self._engines: dict[tuple, Engine] = {}
     self._learners: dict[tuple, learner_lib.Learner] = {}
     self._starts: dict[tuple, Any] = {}  # weights after SFT, on the host
@@ -145,6 +164,10 @@ class Trainer:
     learner = self.learner(arm, rate, seed)
     rng = np.random.default_rng((seed, 1))
     scheduler = Scheduler(self.engine(arm), learner.variables(), 0).start()
+    teachers = {
+      domain: Scheduler(self.engine(arm), weights, 0).start()
+      for domain, weights in self._teachers(arm, seed).items()
+    }
     old, metrics, curve, index = deque(), [], [], 0
     try:
       start = self.evaluate(scheduler, arm.task, seed)
@@ -152,9 +175,12 @@ class Trainer:
         task = arm.after[update * len(arm.after) // updates] if arm.after else arm.task
         asked = [task.instance(rng) for _ in range(groups)]
         first = seed * SEEDS_OF_RUN + index * size * task.turns
-        episodes = sample(scheduler, task, asked, size, first)
+        episodes = sample(
+          *(scheduler, task, asked, size, first), teachers if arm.imitates else {}
+        )
+        success = 1.0 if arm.imitates else None
         taken = [
-          tasks.group(task, index + i, symbols, found)
+          tasks.group(task, index + i, symbols, found, success)
           for i, (symbols, found) in enumerate(zip(asked, episodes, strict=True))
         ]
         index += groups
@@ -170,14 +196,17 @@ class Trainer:
       scheduler.update_weights(learner.variables(), learner.version + 1)
       end = self.evaluate(scheduler, arm.task, seed)
       ends = [self.evaluate(scheduler, task, seed) for task in arm.evaluated]
+      taught = [self.evaluate(teachers[d], of, seed) for d, of in arm.teachers]
     finally:
-      scheduler.stop()
+      for one in (scheduler, *teachers.values()):
+        one.stop()
     return {
       'seed': seed,
       'rate': rate,
       'start': start,
       'end': end,
       'ends': ends,
+      'teacher': float(np.mean(taught)) if taught else 0.0,
       'mean': float(np.mean(curve)),
       'lowest': min(curve),
       'curve': [[i, y] for i, y in enumerate(curve)],
@@ -210,7 +239,7 @@ class Trainer:
   def learner(self, arm: Arm, rate: float, seed: int) -> learner_lib.Learner:
     """The learner of an arm, with the weights after SFT and no updates."""
     start = jax.tree.map(jnp.asarray, self._start(arm.task, seed))
-    learner = self._learner(arm, rate)
+    learner = self._learner(arm, rate, seed)
     learner.state = self._begin(arm, start, rate)
     return learner
 
@@ -226,7 +255,7 @@ class Trainer:
     if key not in self._starts:
       sizes, rng = self.sizes, np.random.default_rng((seed, 3))
       learner = self._learner(
-        Arm(task.demonstrated, 'expert_iteration'), sizes.sft_rate
+        Arm(task.demonstrated, 'expert_iteration'), sizes.sft_rate, seed
       )
       learner.state = train_step.init_state(
         train_step.init_variables(self.cfg, jax.random.key(seed)),
@@ -242,9 +271,16 @@ class Trainer:
       self._starts[key] = jax.tree.map(np.asarray, learner.variables())
     return self._starts[key]
 
-  def _learner(self, arm: Arm, rate: float) -> learner_lib.Learner:
+  def _learner(self, arm: Arm, rate: float, seed: int) -> learner_lib.Learner:
     key = arm.estimator, arm.parameters, arm.reward, arm.critic
     key += arm.bias_update_rate, arm.task.context_tokens, rate
+    teachers = {}
+    if arm.distillation.directories:
+      teachers = {
+        domain: distillation.Teacher(self.cfg, weights)
+        for domain, weights in self._teachers(arm, seed).items()
+      }
+      key += arm.distillation, seed
     if key not in self._learners:
       row = -(-self.sizes.size * arm.task.context_tokens // 32) * 32
       config = learner_lib.LearnerConfig(
@@ -254,6 +290,7 @@ class Trainer:
         estimator=estimators.make(arm.estimator, **dict(arm.parameters)),
         reward=arm.reward,
         critic=arm.critic,
+        distillation=arm.distillation,
         step=train_step.StepConfig(
           micro_rows=self.sizes.groups,
           mtp_weight=0.0,
@@ -263,9 +300,14 @@ class Trainer:
       like = train_step.init_variables(self.cfg, jax.random.key(0))
       state = self._begin(arm, like, rate)
       self._learners[key] = learner_lib.Learner(
-        self.cfg, config, _optimizer(rate), state
+        *(self.cfg, config, _optimizer(rate), state), teachers=teachers
       )
     return self._learners[key]
+
+  def _teachers(self, arm: Arm, seed: int) -> dict[str, Any]:
+    """The weights of each domain's teacher, on the device."""
+    found = {domain: self._start(task, seed) for domain, task in arm.teachers}
+    return jax.tree.map(jnp.asarray, found)
 
   def _begin(self, arm: Arm, variables: Any, rate: float) -> train_step.TrainState:
     return critic.begin(arm.critic, variables, self.cfg, _optimizer(rate), ONE_DEVICE)
@@ -277,12 +319,19 @@ def sample(
   asked: Sequence[np.ndarray],
   size: int,
   first_seed: int,
+  of_domains: Mapping[str, Scheduler] = {},
 ) -> list[list[list[tasks.Response]]]:
-  """`size` episodes of each instance, all at once: responses by group and episode."""
+  """`size` episodes of each instance, all at once: responses by group and episode.
+
+  Args:
+    of_domains: what samples in the domains that it has.
+  """
   symbols = [one for one in asked for _ in range(size)]
   episodes: list[list[tasks.Response]] = [[] for _ in symbols]
   for turn in range(task.turns):
-    handles = submit(scheduler, task, symbols, first_seed, turn, episodes)
+    handles = submit(
+      *(scheduler, task, symbols, first_seed, turn, episodes), of_domains
+    )
     for episode, handle in zip(episodes, handles, strict=True):
       episode.append(response(handle))
   return [episodes[i : i + size] for i in range(0, len(episodes), size)]
@@ -295,14 +344,16 @@ def submit(
   first_seed: int,
   turn: int = 0,
   before: Sequence[Sequence[tasks.Response]] | None = None,
+  of_domains: Mapping[str, Scheduler] = {},
 ) -> list[Handle]:
   """Requests a turn of one episode of each instance, after the responses `before`."""
   handles = []
   for i, symbols in enumerate(instances):
+    by = of_domains.get(task.domain(symbols), scheduler)
     seed = (first_seed + i * task.turns + turn) % 2**31
     sampling = SamplingParams(task.max_tokens, seed=seed, stop_ids=(tasks.END,))
     prompt = task.prompt(symbols, [r.tokens for r in before[i]] if before else [])
-    handles.append(scheduler.submit(GenerateRequest(prompt, sampling)))
+    handles.append(by.submit(GenerateRequest(prompt, sampling)))
   return handles
 
 

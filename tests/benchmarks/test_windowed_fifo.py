@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import types
-
 import numpy as np
 import pytest
 
-from benchmarks import windowed_fifo, windowed_fifo_rl
+from benchmarks import windowed_fifo
 from benchmarks.windowed_fifo import Items, Policy, Simulation
 
 N, P, UPDATES = 16, 4, 40
@@ -66,43 +64,3 @@ def test_latencies():
   assert median == pytest.approx(1, rel=0.02) and high == pytest.approx(10, rel=0.05)
   slow = Items.draw(windowed_fifo.BIMODAL, 100_000, 0, 0.7).latency > 4
   assert slow.mean() == pytest.approx(0.15, abs=0.01)
-
-
-def test_table_of_rl():
-  """Interpolation at equal time and at equal updates, by part."""
-  history = [(0, 0.0, [0.0, 0.0]), (10, 5.0, [1.0, 0.5])]
-  one = dict(seed=0, updates=10, idle=0.5, age_mean=1.0, age_max=2, difficulty=[1, 8])
-  runs = [
-    one | dict(policy='strict', history=history),
-    one | dict(policy='greedy', updates=20, history=[*history, (20, 10.0, [1.0, 1.0])]),
-  ]
-  assert windowed_fifo_rl.rewards_at(runs[0], 1, 2.5) == {
-    'all': 0.375,
-    'easy': 0.5,
-    'hard': 0.25,
-  }
-  lines = windowed_fifo_rl.table(runs, 10.0).splitlines()
-  assert '| strict | 10 | 50.0 | 1.0 | 2 |' in lines
-  assert '| strict | half the time | 0.75 | 1.00 | 0.50 |' in lines
-  assert lines[-1] == '| greedy | equal updates | 0.75 | 1.00 | 0.50 |'
-
-
-@pytest.mark.long
-def test_rl_learns():
-  """A few updates of the real thing: the mean reward rises above chance."""
-  args = types.SimpleNamespace(
-    capacity=8,
-    per_step=4,
-    group_size=8,
-    classes=8,
-    correlation=0.9,
-    load=1.0,
-    time=80.0,
-    learning_rate=2e-3,
-    slots=64,
-  )
-  found = windowed_fifo_rl.Trainer(args).run(Policy('window 0.3', 2), 0, args)
-  first, last = (
-    np.mean(entry[2]) for entry in (found['history'][0], found['history'][-1])
-  )
-  assert found['updates'] >= 20 and last > first + 0.02

@@ -28,7 +28,11 @@ def measure(trainer: Trainer, condition: str, arm: str, rate: float, seed: int):
     run = trainer.run(ARMS[arm], rate, seed)
     return run | {'worst': min(run['ends'])}
   updates = trainer.sizes.updates // len(EACH)
-  runs = [trainer.run(Arm(task), rate, seed, updates) for task in EACH]
+  runs = [
+    trainer.run(Arm(MIXED, after=(task,), evaluated=(task,)), rate, seed, updates)
+    for task in EACH
+  ]
+  runs = [run | {'end': run['ends'][0]} for run in runs]
   mean = {k: _mean(r[k] for r in runs) for k in ('start', 'end', 'mean', 'lag')}
   sums = {k: sum(r[k] for r in runs) for k in ('episodes', 'cpu_s', 'wall_s')}
   curve = np.mean([r['curve'] for r in runs], axis=0) * (len(EACH), 1)

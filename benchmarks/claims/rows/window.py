@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 import time
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from benchmarks import windowed_fifo_rl
 from benchmarks.claims import tasks, training
 from benchmarks.claims.aged import Config as Aged
 from benchmarks.claims.claim import Claim
@@ -91,8 +91,17 @@ def stream(number: int, seed: int) -> tuple[Items, list[np.ndarray]]:
   rng = np.random.default_rng((seed, 1))
   instances = [TASK.instance(rng) for _ in range(number)]
   places = np.array([len(symbols) for symbols in instances])
-  drawn = windowed_fifo_rl.items(places, len(TASK.habits), rng, CORRELATION)
-  return drawn, instances
+  return items(places, len(TASK.habits), rng), instances
+
+
+def items(difficulty: np.ndarray, hardest: int, rng: np.random.Generator) -> Items:
+  """Items of these difficulties, 1 … hardest, with the latencies of the docstring."""
+  quantiles = [(d - 0.5) / hardest for d in range(1, hardest + 1)]
+  z = np.array([NormalDist().inv_cdf(q) for q in quantiles])[difficulty - 1]
+  noise = rng.standard_normal(len(difficulty))
+  z = CORRELATION * z + math.sqrt(1 - CORRELATION**2) * noise
+  latency = np.exp(z * math.log(10) / NormalDist().inv_cdf(0.99))
+  return Items(latency, difficulty.astype(float), difficulty.astype(float))
 
 
 def measure(trainer: Trainer, condition: str, arm: str, rate: float, seed: int):
