@@ -11,6 +11,8 @@ it at the start is a setting.
   Domains  the same, after a token of the domain, on which the right tokens depend
   Turns    BEGIN x_1 → y_1, x_2 → y_2, …: the environment shows the next symbol after
            each response of one token, and pays for each right one
+  Sums     the same, with the sum of what was shown so far: the last one is paid, and
+           earlier responses may be missing in prompts
 
 An environment step is a few comparisons of integers, so the time of a run is that of
 engine and learner. Agents, gateway and chat template take no part: the prompt of each
@@ -348,6 +350,72 @@ class Turns:
     return Verdict(share, (), share)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sums:
+  """Turns that show a number each; the last response is to be their sum.
+
+  Earlier responses are thinking: the sum so far, on which the next one can build.
+
+  Attributes:
+    number: turns of an episode.
+    modulus: of the sum, and the largest number.
+    kept: prompts contain the responses of earlier turns.
+    slips: probability of a slip in each demonstrated sum, on which the next one builds.
+  """
+
+  number: int = 4
+  modulus: int = 4
+  kept: bool = True
+  slips: float = 0.15
+
+  max_tokens = 1
+
+  def __post_init__(self):
+    require(self, self.number >= 1, 'number', 'at least 1')
+    inside = 2 <= self.modulus <= SYMBOLS
+    require(self, inside, 'modulus', f'in [2, {SYMBOLS}]')
+    require(self, 0 <= self.slips <= 1, 'slips', 'in [0, 1]')
+
+  @property
+  def demonstrated(self) -> Sums:
+    return self
+
+  @property
+  def turns(self) -> int:
+    return self.number
+
+  @property
+  def context_tokens(self) -> int:
+    return 1 + 2 * self.number
+
+  def instance(self, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(1, self.modulus + 1, self.number)
+
+  def domain(self, symbols: np.ndarray) -> str:
+    del symbols
+    return ''
+
+  def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
+    shown = [BEGIN]
+    for symbol, response in zip(symbols, responses, strict=False):
+      shown += [symbol, *response] if self.kept else [symbol]
+    return np.array([*shown, symbols[len(responses)]], np.int32)
+
+  def demonstration(
+    self, symbols: np.ndarray, rng: np.random.Generator
+  ) -> list[np.ndarray]:
+    slips = rng.integers(0, self.modulus, len(symbols))
+    slips = np.where(rng.random(len(symbols)) < self.slips, slips, 0)
+    return [np.array([token], np.int32) for token in self._sums(symbols + slips)]
+
+  def _sums(self, numbers: np.ndarray) -> np.ndarray:
+    return SYMBOLS + 1 + np.cumsum(numbers) % self.modulus
+
+  def judge(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> Verdict:
+    right = float(responses[-1][0] == self._sums(symbols)[-1])
+    return Verdict(right, (), right)
+
+
 def group(
   task: Task,
   index: int,
@@ -368,16 +436,19 @@ def group(
   family = f'{domain}/token' if domain else 'token'
   for rank, responses in enumerate(episodes):
     session, completions = f'{index}.{rank}', []
-    tokens = [r.tokens for r in responses]
+    tokens, before = [r.tokens for r in responses], None
     for turn, response in enumerate(responses):
+      prompt = task.prompt(symbols, tokens[:turn])
+      extends = before is not None and np.array_equal(prompt[: len(before)], before)
       completions.append(
         Completion(
           id=f'{session}/{turn}',
           session=session,
           turn=turn,
-          parent=f'{session}/{turn - 1}' if turn else None,
+          parent=f'{session}/{turn - 1}' if extends else None,
           fork_reason=None,
-          prompt_ids=task.prompt(symbols, tokens[:turn]),
+          follows=f'{session}/{turn - 1}' if turn else None,
+          prompt_ids=prompt,
           response_ids=response.tokens,
           logprobs=response.logprobs,
           versions=response.versions,
@@ -387,6 +458,7 @@ def group(
           request=turn,
         )
       )
+      before = np.concatenate([prompt, response.tokens])
     verdict = task.judge(symbols, tokens)
     reward = verdict.success if success is None else success
     paid = verdict.paid if success is None else ()

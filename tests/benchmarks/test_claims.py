@@ -98,6 +98,25 @@ def test_domains_have_right_tokens_of_their_own():
   assert len(set(rights)) == len(rights)
 
 
+def test_sums_with_and_without_thinking():
+  """The last sum decides; dropped prompts fork, and no number is missing in them."""
+  kept, symbols = tasks.Sums(number=3, slips=0.0), np.array([1, 4, 3])
+  dropped = dataclasses.replace(kept, kept=False)
+  shown = kept.demonstration(symbols, np.random.default_rng(0))
+  assert [int(t[0]) - 9 for t in shown] == [1, 1, 0]
+  assert kept.judge(symbols, shown).success == 1
+  assert kept.judge(symbols, [*shown[:2], shown[0]]).success == 0
+  assert kept.judge(symbols, [shown[2], shown[2], shown[2]]).success == 1
+  assert kept.prompt(symbols, shown[:2]).tolist() == [0, 1, 10, 4, 10, 3]
+  assert dropped.prompt(symbols, shown[:2]).tolist() == [0, 1, 4, 3]
+  episode = [*map(tasks.Response.written, shown)]
+  parents = [
+    [c.parent for c in tasks.group(task, 0, symbols, [episode])[0][1]]
+    for task in (kept, dropped)
+  ]
+  assert parents == [[None, '0.0/0', '0.0/1'], [None, None, None]]
+
+
 def test_demonstrations_have_the_habit():
   forks, rng = tasks.Forks(habits=(0.1, 0.8), shortest=1), np.random.default_rng(0)
   hits, shown = np.zeros(2), np.zeros(2)
