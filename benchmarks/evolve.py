@@ -16,18 +16,18 @@ shipped, with the same number of rounds and the same gate:
                  the evaluator, effort beyond and at the bounds, each several times
   generation_2   `analyst` again, from the scaffold that it found and a policy that RL
                  with this scaffold has trained, on other tasks
+  changes        each change of the proposers' last keeps: the start with it alone, and
+                 the last keep without it, on the second split
 
 The third split is opened once for each lineage, for the start, the last keep and a
-scaffold that was written by hand with the same number of development episodes. An
-ablation on the second split takes single changes out of the last keep. Prints success
-with intervals, gains, false keeps, episodes and CPU time. Lineages resume, and what is
-in DIR is not measured again.
+scaffold that was written by hand with the same number of development episodes. Prints
+success, gains, false keeps with their interval, episodes and CPU time, and the changes
+that are worth something. Lineages resume, and what is in DIR is not measured again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -42,7 +42,6 @@ from configs import explore
 from experiments import common, evolve, fields
 from m2jax.evolve import config as config_lib
 from m2jax.evolve import lineage, record
-from m2jax.evolve.evaluator import Evaluator
 from m2jax.evolve.scaffold import Scaffold
 from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
@@ -50,7 +49,8 @@ from m2jax.observe import stats
 from m2jax.sharding import ONE_DEVICE
 
 PROPOSERS = 'analyst', 'random_search', 'tpe'
-ARMS = (*PROPOSERS, 'same', 'baits', 'generation_2')
+ARMS = (*PROPOSERS, 'same', 'baits', 'generation_2', 'changes')
+WORTH = 0.05  # of success: what the table names
 # The best of 21 scaffolds written by hand, tried on development tasks of seed 100.
 BY_HAND: Mapping[str, Any] = {
   'sampling.temperature': 0.0,
@@ -130,14 +130,15 @@ def lineage_config(
 
 
 def measure(arm: str, seed: int, args) -> dict[str, Any]:
-  """One lineage, resumed if it was interrupted."""
+  """One lineage, resumed if it was interrupted, or the changes of a seed."""
+  if arm == 'changes':
+    return changes(seed, args)
   policy, scaffold = args.workdir / f'policy-{seed}', ''
   cpu_s = time.process_time()
   if not (policy / 'report.html').exists():  # which a job writes last
     run.run(common.build(ForgeConfig, policy_config('', seed, args)), policy)
   if arm == 'generation_2':
-    first = args.workdir / f'analyst-{seed}'
-    state = lineage.fold(record.read(first / record.FILE_NAME))
+    first, state = args.workdir / f'analyst-{seed}', finished('analyst', seed, args)
     scaffold = str(first / 'best')
     policy = second_policy(seed, args, state.nodes[state.incumbent].scaffold)
   workdir = args.workdir / f'{arm}-{seed}'
@@ -147,7 +148,6 @@ def measure(arm: str, seed: int, args) -> dict[str, Any]:
     by_hand['by hand'] = evolve.start(config).changed(BY_HAND)
   with evolve.evaluator(config, ONE_DEVICE) as evaluator:
     state = evolve.evolve(config, workdir, evaluator, others=by_hand)
-    parts = ablation(state, evaluator) if arm in PROPOSERS else {}
   print(f'seed {seed}, {arm}: {time.process_time() - cpu_s:.0f} s', file=sys.stderr)
   decisions = [a.decision for a in state.attempts[1:]]
   sealed = state.sealed
@@ -164,30 +164,41 @@ def measure(arm: str, seed: int, args) -> dict[str, Any]:
     'kept': decisions.count('keep'),
     'evaluated': len(state.nodes) - 1,
     'episodes': state.spent.episodes,
-    'ablation': parts,
     'cpu_s': time.process_time() - cpu_s,
   }
 
 
-def ablation(state: lineage.Lineage, evaluator: Evaluator) -> dict[str, float]:
-  """Success on the second split without single changes of the last keep, and with all.
+def finished(arm: str, seed: int, args) -> lineage.Lineage:
+  """The lineage of an arm that has been measured."""
+  return lineage.fold(record.read(args.workdir / f'{arm}-{seed}' / record.FILE_NAME))
 
-  Names are fields with their value.
-  """
-  start, last = (state.nodes[n].scaffold for n in (0, state.incumbent))
-  arms = {'all': last}
-  for field, value in last.values.items():
-    if value != start.values[field]:
-      without = last.changed({field: start.values[field]})
-      arms[f'{field}={json.dumps(value)}'] = without
-  specs, found = state.splits['second'], {}
-  for name, one in arms.items():
-    results = evaluator.run(one, specs, [state.seed('second', s) >> 8 for s in specs])
-    found[name] = lineage.mean([r.score for r in results if r.score is not None])
-  return found
+
+def changes(seed: int, args) -> dict[str, Any]:
+  """Success on the second split with single changes, by proposer and field."""
+  cpu_s, found, policy = time.process_time(), {}, args.workdir / f'policy-{seed}'
+  config = lineage_config(PROPOSERS[0], seed, args, policy)
+  with evolve.evaluator(config, ONE_DEVICE) as evaluator:
+    for arm in PROPOSERS:
+      state = finished(arm, seed, args)
+      start, last = (state.nodes[n].scaffold for n in (0, state.incumbent))
+      arms = {'start': start, 'last keep': last}
+      for field in start.values:
+        if last.values[field] != start.values[field]:
+          arms[f'{field} alone'] = start.changed({field: last.values[field]})
+          arms[f'without {field}'] = last.changed({field: start.values[field]})
+      specs = state.splits['second']
+      seeds = [state.seed('second', s) >> 8 for s in specs]
+      found[arm] = {}
+      for name, one in arms.items():
+        scores = [r.score for r in evaluator.run(one, specs, seeds)]
+        found[arm][name] = lineage.mean([s for s in scores if s is not None])
+  cpu_s = time.process_time() - cpu_s
+  return {'arm': 'changes', 'seed': seed, 'found': found, 'cpu_s': cpu_s}
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
+  single = [r for r in runs if r['arm'] == 'changes']
+  runs = [r for r in runs if r['arm'] != 'changes']
   head = ('arm', 'start', 'last keep', 'gain', 'by hand', 'keeps', 'episodes', 'CPU s')
   lines = []
   for arm in ARMS:
@@ -218,12 +229,28 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     if rounds:
       low, high = stats.wilson(kept, rounds)
       shown.append(f'{arm}: {kept} keeps of {rounds} rounds [{low:.4f}, {high:.4f}]')
-  for r in runs:
-    for name, value in r['ablation'].items():
-      if name != 'all':
-        worth = r['ablation']['all'] - value
-        shown.append(f'{r["arm"]}, seed {r["seed"]}: {name}: {worth:+.3f}')
+  shown += [named(r) for r in single]
   return '\n\n'.join(shown)
+
+
+def named(run: Mapping[str, Any]) -> str:
+  """The changes of a seed that alone gain WORTH, or without which WORTH is lost."""
+  lines = []
+  for arm, found in run['found'].items():
+    start, last = found['start'], found['last keep']
+    fields = [name.removesuffix(' alone') for name in found if name.endswith(' alone')]
+    worth = [
+      f'{field} ({found[f"{field} alone"] - start:+.2f} alone, '
+      f'{last - found[f"without {field}"]:+.2f} beside the others)'
+      for field in fields
+      if found[f'{field} alone'] - start >= WORTH
+      or last - found[f'without {field}'] >= WORTH
+    ]
+    lines.append(
+      f'- seed {run["seed"]}, {arm}, {start:.2f} to {last:.2f} on the second split, of '
+      f'{len(fields)} changes: {", ".join(worth) or "none alone"}'
+    )
+  return '\n'.join(lines)
 
 
 def main() -> None:
