@@ -96,7 +96,6 @@ def second_policy(seed: int, args, found: Scaffold) -> pathlib.Path:
   workdir = args.workdir / f'policy_2-{seed}'
   c = policy_config('rl', seed, args)
   c.start = str(args.workdir / f'policy-{seed}')
-  c.tasks.places = (2, explore.SHOWN + 3)
   built = common.build(ForgeConfig, fields.complete(c, ForgeConfig))
   agent = found.agent(built.episodes.agent)
   episodes = dataclasses.replace(built.episodes, agent=agent)

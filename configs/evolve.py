@@ -57,7 +57,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     c.loop.paired_seeds = False
   elif exploring:
     c.mesh.update(expert=1)
-    c.tasks.places = (explore.SHOWN - 1, explore.SHOWN + 3)
+    c.tasks.places = (explore.SHOWN - 1, explore.ASKED)
     c.development.count, c.second.count, c.sealed.count = 2000, 200, 400
     c.loop.bounds = (
       ('max_tokens', 16, 192),

@@ -16,7 +16,7 @@ from configs import forge
 from experiments import fields
 from m2jax.forge.config import ForgeConfig
 
-SHOWN = 5  # most places of a demonstration
+SHOWN, ASKED = 5, 8  # most places of a demonstration, and of a task of RL
 CONTEXT_TOKENS = 512
 
 
@@ -26,13 +26,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.model.update(head_dim=16, rotary_dim=8, num_experts=4, expert_dim=96)
   c.model.update(vocab_size=384, max_positions=1024, num_mtp_modules=0)
   c.mesh.update(expert=1)
-  c.tasks = dict(kind='explore', places=(2, SHOWN), spare_calls=1)
+  c.tasks = dict(kind='explore', places=(2, ASKED), spare_calls=1)
   c.teacher = dict(kind='explore', mistakes=0.2)
   c.engine.update(decode_rows=(16, 64), prefill_shapes=((8, 64),))
   c.engine.update(context_tokens=CONTEXT_TOKENS, contexts=(CONTEXT_TOKENS,))
   c.episodes.agent = dict(kind='whitebox', max_tokens=96)
   c.eval_tasks = c.dev_tasks = 0
-  c.sft.families = {}
+  c.sft.families = {f'places_{n}': 1.0 for n in range(2, SHOWN + 1)}
   c.sft.update(demonstrations=12_000, row_tokens=1024, tokens_per_step=4096)
   c.sft.step.update(micro_rows=1)
   steps = 500 if variant == 'quick' else 1500
