@@ -20,9 +20,9 @@ shipped, with the same number of rounds and the same gate:
                  the last keep without it, on the second split
 
 The third split is opened once for each lineage, for the start, the last keep and a
-scaffold that was written by hand with the same number of development episodes. Prints
-success, gains, false keeps with their interval, episodes and CPU time, and the changes
-that are worth something. Lineages resume, and what is in DIR is not measured again.
+scaffold that was written by hand. Prints success, gains, false keeps with their
+interval, episodes and CPU time, and the changes that are worth something. Lineages
+resume, and what is in DIR is not measured again.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
       f'{sum(r["episodes"] for r in own):,}',
       f'{sum(r["cpu_s"] for r in own):,.0f}',
     ])  # fmt: skip
-  shown = [harness.markdown(head, lines)]
+  shown = [harness.markdown(head, lines)] if lines else []
   false = [r for r in runs if r['arm'] in ('same', 'baits')]
   for arm in ('same', 'baits'):
     kept, rounds = (

@@ -33,9 +33,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.episodes.agent = dict(kind='whitebox', max_tokens=96)
   c.eval_tasks = c.dev_tasks = 0
   c.sft.families = {f'places_{n}': 1.0 for n in range(2, SHOWN + 1)}
-  c.sft.update(demonstrations=12_000, row_tokens=1024, tokens_per_step=4096)
-  c.sft.step.update(micro_rows=1)
   steps = 500 if variant == 'quick' else 1500
+  # As many demonstrations as SFT reads.
+  c.sft.update(demonstrations=8 * steps, row_tokens=1024, tokens_per_step=4096)
+  c.sft.step.update(micro_rows=1)
   c.sft.loop.update(steps=steps, checkpoint_every=steps)
   c.sft.optimizer.schedule.update(total_steps=steps, decay_steps=steps // 3)
   if variant == 'rl':
