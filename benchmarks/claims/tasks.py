@@ -358,7 +358,7 @@ class Sums:
 
   Attributes:
     number: turns of an episode.
-    modulus: of the sum, and the largest number.
+    modulus: the largest number, and the modulus of the sum.
     kept: prompts contain the responses of earlier turns.
     slips: probability of a slip in each demonstrated sum, on which the next one builds.
   """

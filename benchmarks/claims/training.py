@@ -83,7 +83,7 @@ class Sampler:
   """How the engine computes; the learner computes in float32.
 
   Attributes:
-    dtype: of activations and the K/V cache.
+    dtype: the dtype of activations and K/V cache.
     head: 'float32' as M2's, or 'bfloat16': operands and logits are rounded.
     record_experts: the learner uses the experts that the engine chose.
   """
@@ -114,7 +114,7 @@ class Arm:
     critic: learned values; none by default.
     single: every group is one episode, with as many more groups.
     sampler: how the engine computes.
-    bias_update_rate: of the router's biases in RL.
+    bias_update_rate: rate of the router's biases in RL.
     after: tasks that the updates are about instead, one after the other in equal parts.
     evaluated: tasks that are evaluated at the end beside `task`.
     teachers: domains, each with the task whose demonstrations its teacher has learned.

@@ -113,6 +113,28 @@ def test_reload_and_back(at):
   shows(tab, 'Group 30', 'group=30')
 
 
+def test_two_backs_in_quick_succession(at):
+  """What the first one shows is not written over the address of the second."""
+  tab = at('group=30')
+  shows(tab, 'Group 30', 'group=30')
+  for group in (31, 32):
+    tab.dispatch_event(f'#row-g{group}', 'click')
+    shows(tab, f'Group {group}', f'group={group}')
+  tab.evaluate("""() => {
+    let left = 2;
+    addEventListener('popstate', () => {
+      if (!--left) return;
+      setTimeout(() => {  // it is drawn
+        const until = performance.now() + 90;  // the page would have written by then
+        history.back();
+        while (performance.now() < until);
+      }, 10);
+    });
+    history.back();
+  }""")
+  shows(tab, 'Group 30', 'group=30')
+
+
 @pytest.mark.parametrize(
   'place, row, about',
   [

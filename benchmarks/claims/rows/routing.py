@@ -1,7 +1,7 @@
 """Routing in RL: replayed experts, and biases that move, by the age of the weights.
 
 The engine computes in bfloat16 and the learner in float32, so that near-ties of the
-router go either way. `moving bias` goes on with the sign rule of pre-training.
+router go either way. `moving bias` continues the sign rule of pre-training.
 """
 
 from __future__ import annotations

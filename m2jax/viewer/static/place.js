@@ -29,13 +29,15 @@ function writePlace(place) {
 }
 
 function usePlace(onLink) {
-  const [place, setPlace] = useState(readPlace);
+  const [place, setPlace] = useState(readPlace), read = useRef(null);
   useEffect(() => {
-    const onHash = () => { setPlace(readPlace()); onLink(); };
+    const onHash = () => { setPlace(read.current = readPlace()); onLink(); };
     addEventListener('hashchange', onHash);
     return () => removeEventListener('hashchange', onHash);
   }, []);
   useEffect(() => {
+    // Written back, it would undo a second Back that comes before the timer.
+    if (place === read.current) return undefined;
     const timer = setTimeout(() => writePlace(place), SETTLED_MS);
     return () => clearTimeout(timer);
   }, [place]);
