@@ -47,6 +47,7 @@ from m2jax.forge import run
 from m2jax.forge.config import ForgeConfig
 from m2jax.observe import stats
 from m2jax.sharding import ONE_DEVICE
+from m2jax.train.workdir import WorkdirError
 
 PROPOSERS = 'analyst', 'random_search', 'tpe'
 ARMS = (*PROPOSERS, 'same', 'baits', 'generation_2', 'changes')
@@ -168,17 +169,25 @@ def measure(arm: str, seed: int, args) -> dict[str, Any]:
 
 
 def finished(arm: str, seed: int, args) -> lineage.Lineage:
-  """The lineage of an arm that has been measured."""
-  return lineage.fold(record.read(args.workdir / f'{arm}-{seed}' / record.FILE_NAME))
+  """The lineage of an arm that has been measured.
+
+  Raises:
+    WorkdirError: it has not.
+  """
+  path = args.workdir / f'{arm}-{seed}' / record.FILE_NAME
+  state = lineage.fold(record.read(path)) if path.exists() else None
+  if state is None or state.sealed is None:
+    raise WorkdirError(f'{path.parent}: not measured yet; first --arms {arm}')
+  return state
 
 
 def changes(seed: int, args) -> dict[str, Any]:
   """Success on the second split with single changes, by proposer and field."""
   cpu_s, found, policy = time.process_time(), {}, args.workdir / f'policy-{seed}'
+  states = {arm: finished(arm, seed, args) for arm in PROPOSERS}
   config = lineage_config(PROPOSERS[0], seed, args, policy)
   with evolve.evaluator(config, ONE_DEVICE) as evaluator:
-    for arm in PROPOSERS:
-      state = finished(arm, seed, args)
+    for arm, state in states.items():
       start, last = (state.nodes[n].scaffold for n in (0, state.incumbent))
       arms = {'start': start, 'last keep': last}
       for field in start.values:

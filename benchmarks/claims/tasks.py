@@ -16,7 +16,7 @@ it at the start is a setting.
 
 An environment step is a few comparisons of integers, so the time of a run is that of
 engine and learner. Agents, gateway and chat template take no part: the prompt of each
-turn extends the recorded ids of the turn before.
+turn extends the recorded ids of the turn before, but in `Sums` without them.
 
 Axes: n symbols of an episode.
 """
@@ -290,29 +290,20 @@ class Modes(Forks):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-  """Turns of one token each, all equally hard.
+class _OneToken:
+  """Turns of one token each: the environment shows a symbol, and the response follows.
 
   Attributes:
     number: turns of an episode.
-    habit: probability of the right token in demonstrations.
-    paid: each right turn is paid 1 / number when it happens; else their sum is the
-      verdict at the end. The return of an episode is the same.
   """
 
-  number: int = 16
-  habit: float = 0.6
-  paid: bool = True
+  number: int
 
   max_tokens = 1
+  kept = True  # prompts contain the responses of earlier turns
 
   def __post_init__(self):
     require(self, self.number >= 1, 'number', 'at least 1')
-    require(self, 0 <= self.habit <= 1, 'habit', 'in [0, 1]')
-
-  @property
-  def demonstrated(self) -> Turns:
-    return dataclasses.replace(self, paid=True)
 
   @property
   def turns(self) -> int:
@@ -322,9 +313,6 @@ class Turns:
   def context_tokens(self) -> int:
     return 1 + 2 * self.number
 
-  def instance(self, rng: np.random.Generator) -> np.ndarray:
-    return rng.integers(1, SYMBOLS + 1, self.number)
-
   def domain(self, symbols: np.ndarray) -> str:
     del symbols
     return ''
@@ -332,8 +320,34 @@ class Turns:
   def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
     shown = [BEGIN]
     for symbol, response in zip(symbols, responses, strict=False):
-      shown += [symbol, *response]
+      shown += [symbol, *response] if self.kept else [symbol]
     return np.array([*shown, symbols[len(responses)]], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns(_OneToken):
+  """Turns that are all equally hard.
+
+  Attributes:
+    habit: probability of the right token in demonstrations.
+    paid: each right turn is paid 1 / number when it happens; else their sum is the
+      verdict at the end. The return of an episode is the same.
+  """
+
+  number: int = 16
+  habit: float = 0.6
+  paid: bool = True
+
+  def __post_init__(self):
+    super().__post_init__()
+    require(self, 0 <= self.habit <= 1, 'habit', 'in [0, 1]')
+
+  @property
+  def demonstrated(self) -> Turns:
+    return dataclasses.replace(self, paid=True)
+
+  def instance(self, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(1, SYMBOLS + 1, self.number)
 
   def demonstration(
     self, symbols: np.ndarray, rng: np.random.Generator
@@ -351,13 +365,12 @@ class Turns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class Sums(_OneToken):
   """Turns that show a number each; the last response is to be their sum.
 
   Earlier responses are thinking: the sum so far, on which the next one can build.
 
   Attributes:
-    number: turns of an episode.
     modulus: the largest number, and the modulus of the sum.
     kept: prompts contain the responses of earlier turns.
     slips: probability of a slip in each demonstrated sum, on which the next one builds.
@@ -368,10 +381,8 @@ class Sums:
   kept: bool = True
   slips: float = 0.15
 
-  max_tokens = 1
-
   def __post_init__(self):
-    require(self, self.number >= 1, 'number', 'at least 1')
+    super().__post_init__()
     inside = 2 <= self.modulus <= SYMBOLS
     require(self, inside, 'modulus', f'in [2, {SYMBOLS}]')
     require(self, 0 <= self.slips <= 1, 'slips', 'in [0, 1]')
@@ -380,26 +391,8 @@ class Sums:
   def demonstrated(self) -> Sums:
     return self
 
-  @property
-  def turns(self) -> int:
-    return self.number
-
-  @property
-  def context_tokens(self) -> int:
-    return 1 + 2 * self.number
-
   def instance(self, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(1, self.modulus + 1, self.number)
-
-  def domain(self, symbols: np.ndarray) -> str:
-    del symbols
-    return ''
-
-  def prompt(self, symbols: np.ndarray, responses: Sequence[np.ndarray]) -> np.ndarray:
-    shown = [BEGIN]
-    for symbol, response in zip(symbols, responses, strict=False):
-      shown += [symbol, *response] if self.kept else [symbol]
-    return np.array([*shown, symbols[len(responses)]], np.int32)
 
   def demonstration(
     self, symbols: np.ndarray, rng: np.random.Generator

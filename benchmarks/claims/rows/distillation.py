@@ -19,8 +19,6 @@ EACH = tuple(Domains(STUDENT.habits, number=2, only=d) for d in range(2))
 TEACHERS = tuple(
   (str(d), Domains(habits=(0.95,) * 3, number=2, only=d)) for d in range(2)
 )
-
-
 NAMES = {domain: 'of this row' for domain, _ in TEACHERS}
 
 

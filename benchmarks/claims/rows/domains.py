@@ -7,8 +7,6 @@ policies, each of which is judged in its own domain: a bound for one policy.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from benchmarks.claims.claim import Claim
@@ -33,15 +31,12 @@ def measure(trainer: Trainer, condition: str, arm: str, rate: float, seed: int):
     for task in EACH
   ]
   runs = [run | {'end': run['ends'][0]} for run in runs]
-  mean = {k: _mean(r[k] for r in runs) for k in ('start', 'end', 'mean', 'lag')}
+  means = 'start', 'end', 'mean', 'lag'
+  mean = {k: float(np.mean([r[k] for r in runs])) for k in means}
   sums = {k: sum(r[k] for r in runs) for k in ('episodes', 'cpu_s', 'wall_s')}
   curve = np.mean([r['curve'] for r in runs], axis=0) * (len(EACH), 1)
   lowest, worst = (min(r[k] for r in runs) for k in ('lowest', 'end'))
   return {**mean, **sums, 'lowest': lowest, 'worst': worst, 'curve': curve.tolist()}
-
-
-def _mean(values: Any) -> float:
-  return float(np.mean([*values]))
 
 
 CLAIM = Claim(

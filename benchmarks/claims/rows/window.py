@@ -91,17 +91,13 @@ def stream(number: int, seed: int) -> tuple[Items, list[np.ndarray]]:
   rng = np.random.default_rng((seed, 1))
   instances = [TASK.instance(rng) for _ in range(number)]
   places = np.array([len(symbols) for symbols in instances])
-  return items(places, len(TASK.habits), rng), instances
-
-
-def items(difficulty: np.ndarray, hardest: int, rng: np.random.Generator) -> Items:
-  """Items of these difficulties, 1 … hardest, with the latencies of the docstring."""
-  quantiles = [(d - 0.5) / hardest for d in range(1, hardest + 1)]
-  z = np.array([NormalDist().inv_cdf(q) for q in quantiles])[difficulty - 1]
-  noise = rng.standard_normal(len(difficulty))
+  # Quantiles of a standard normal distribution, by length.
+  longest = len(TASK.habits)
+  z = np.array([NormalDist().inv_cdf((n - 0.5) / longest) for n in places])
+  noise = rng.standard_normal(number)
   z = CORRELATION * z + math.sqrt(1 - CORRELATION**2) * noise
   latency = np.exp(z * math.log(10) / NormalDist().inv_cdf(0.99))
-  return Items(latency, difficulty.astype(float), difficulty.astype(float))
+  return Items(latency, places.astype(float), places.astype(float)), instances
 
 
 def measure(trainer: Trainer, condition: str, arm: str, rate: float, seed: int):
