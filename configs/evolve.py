@@ -65,6 +65,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
       ('context.tokens', 0, explore.CONTEXT_TOKENS),
     )
     if variant == 'demo':
+      c.tasks.places = (explore.QUICK, explore.SHOWN)
       c.loop.budget.rounds = 10
       c.loop.gate = dict(looks=(32, 64, 128), alpha=0.2)
       c.second.count, c.sealed.count = 64, 128

@@ -6,8 +6,8 @@ HARDWARE: two CPU cores, 2 GB.
 RESULT: a policy after SFT on trees in which a search looks at up to five places;
   configs/evolve.py:explore asks for up to eight.
 
-Variants: `:quick` has a third of the steps; `:rl` continues with RL from the weights of
-a run of this config (`--config.start=RUN`).
+Variants: `:quick` has 400 steps, on trees of up to three places; `:rl` continues with RL
+from the weights of a run of this config (`--config.start=RUN`).
 """
 
 import ml_collections
@@ -17,6 +17,7 @@ from experiments import fields
 from m2jax.forge.config import ForgeConfig
 
 SHOWN, ASKED = 5, 8  # most places of a demonstration, and of a task of RL
+QUICK = 3  # most places of a demonstration of :quick
 CONTEXT_TOKENS = 512
 
 
@@ -32,8 +33,8 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.engine.update(context_tokens=CONTEXT_TOKENS, contexts=(CONTEXT_TOKENS,))
   c.episodes.agent = dict(kind='whitebox', max_tokens=96)
   c.eval_tasks = c.dev_tasks = 0
-  c.sft.families = {f'places_{n}': 1.0 for n in range(2, SHOWN + 1)}
-  steps = 500 if variant == 'quick' else 1500
+  steps, shown = (400, QUICK) if variant == 'quick' else (1500, SHOWN)
+  c.sft.families = {f'places_{n}': 1.0 for n in range(2, shown + 1)}
   # As many demonstrations as SFT reads.
   c.sft.update(demonstrations=8 * steps, row_tokens=1024, tokens_per_step=4096)
   c.sft.step.update(micro_rows=1)
