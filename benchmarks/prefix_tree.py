@@ -2,6 +2,7 @@
 
   python -m benchmarks.prefix_tree                          # the whole table
   python -m benchmarks.prefix_tree --workloads terminal --rounds 3
+  python -m benchmarks.prefix_tree --pool=RUN --groups=8    # batches that a run trained
   python -m benchmarks.prefix_tree --merge                  # how fast `merge` itself is
 
 Measures one gradient of one batch: forward and backward of every row, without the
@@ -33,6 +34,7 @@ import collections
 import dataclasses
 import functools
 import json
+import pathlib
 import time
 
 import jax
@@ -159,9 +161,10 @@ def choose(kind: Kind, rate: float, limit_s: float, cfg) -> None:
   kind.chosen = [int((i + 0.5) * n / m) for i in range(m)]
 
 
-def measure(name: str, args, cfg) -> list[dict]:
+def measure(name: str, trajectories: workloads.Trajectories, args, cfg) -> list[dict]:
   """Runs a workload; returns one table row per kind."""
-  trajectories = workloads.make(name, cfg.vocab_size, args.scale)
+  largest = max(int(s.tokens.max()) for t in trajectories for s in t)
+  cfg = dataclasses.replace(cfg, vocab_size=max(cfg.vocab_size, largest + 1))
   found = [
     k for k in prefix_tree_rows.kinds(trajectories, cfg, args) if k.name in args.kinds
   ]
@@ -207,8 +210,10 @@ def measure(name: str, args, cfg) -> list[dict]:
         **differences[kind.name],
       }
     )
+  seconds = {row['rows']: row['seconds'] for row in rows}
   for row in rows:
     row['speedup'] = rows[0]['seconds'] / row['seconds']
+    row['over_appended'] = seconds['b'] / row['seconds'] if 'b' in seconds else None
     row['of_ideal'] = row['speedup'] / row['ideal']
   return rows
 
@@ -255,7 +260,8 @@ COLUMNS = {
   'pairs_ratio': ('pairs ratio', '{:.2f}'),
   'batches': ('batches run', '{}'),
   'seconds': ('step s', '{:.2f}'),
-  'speedup': ('speed-up', '{:.2f}'),
+  'over_appended': ('over (b)', '{:.2f}'),
+  'speedup': ('over (a)', '{:.2f}'),
   'ideal': ('ideal', '{:.2f}'),
   'of_ideal': ('÷ ideal', '{:.2f}'),
   'gflops': ('GFLOP/s', '{:.0f}'),
@@ -270,7 +276,7 @@ GROUPS = {
     'compilations',
   ),
   'How fast, and in how much memory': (
-    'step s', 'speed-up', 'ideal', '÷ ideal', 'GFLOP/s', 'peak MB',
+    'step s', 'over (b)', 'over (a)', 'ideal', '÷ ideal', 'GFLOP/s', 'peak MB',
   ),
   'Differences from (a)': ('max Δloss', 'max rel Δgrad'),
 }  # fmt: skip
@@ -322,6 +328,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   names = list(workloads.WORKLOADS)
   parser.add_argument('--workloads', nargs='+', choices=names, default=names)
+  parser.add_argument('--pool', nargs='+', type=pathlib.Path, default=[], metavar='RUN')
+  parser.add_argument('--groups', type=int, default=8, help='of each RUN, in its order')
   parser.add_argument('--kinds', nargs='+', default=list('abcdef'))
   parser.add_argument('--rounds', type=int, default=3)
   parser.add_argument('--limit_s', type=float, default=600.0)
@@ -350,14 +358,21 @@ def main() -> None:
   if args.dtype == 'float64':
     jax.config.update('jax_enable_x64', True)
   cfg = prefix_tree_rows.small(args.dtype, args.mtp_modules)
+  vocab, scale = cfg.vocab_size, args.scale
+  try:
+    chosen = {run.name: workloads.recorded(run, args.groups) for run in args.pool}
+  except ValueError as error:
+    parser.error(f'--pool: {error}')
+  if not args.pool:
+    chosen = {name: workloads.make(name, vocab, scale) for name in args.workloads}
   found = []
-  for name in args.workloads:
-    rows = measure(name, args, cfg)
+  for name, trajectories in chosen.items():
+    rows = measure(name, trajectories, args, cfg)
     found += rows
     if not args.json:
       show(rows)
   if args.json:
-    print(json.dumps({**vars(args), 'rows': found}, indent=2))
+    print(json.dumps({**vars(args), 'rows': found}, indent=2, default=str))
 
 
 if __name__ == '__main__':

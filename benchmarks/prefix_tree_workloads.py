@@ -1,17 +1,22 @@
 """Workloads of benchmarks/prefix_tree.py.
 
-Token ids are random; only lengths matter. A workload is a list of trajectories, and a
-trajectory is the list of its completions in order, each a `forest.Sample` whose prompt
-is its whole context. Published set-ups: facts/rl-systems.md §3.
+A workload is a list of trajectories, and a trajectory is the list of its completions in
+order, each a `forest.Sample` whose prompt is its whole context. Token ids are a run's
+(`recorded`), or random (`make`), where only lengths matter. Published set-ups:
+facts/rl-systems.md §3.
 """
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
 from collections.abc import Callable
 
 import numpy as np
 
 from m2jax import forest
+from m2jax.records import Completion
+from m2jax.viewer.run import Run
 
 Trajectories = list[list[forest.Sample]]
 
@@ -124,3 +129,29 @@ WORKLOADS: dict[str, Callable[[_Writer, float], Trajectories]] = {
 def make(name: str, vocab: int, scale: float = 1.0) -> Trajectories:
   """The workload's trajectories; `scale` multiplies every length."""
   return WORKLOADS[name](_Writer(vocab), scale)
+
+
+def _ids(completion: Completion) -> tuple[np.ndarray, np.ndarray]:
+  ids = completion.prompt_ids, completion.response_ids
+  return tuple(np.asarray(x, np.int32) for x in ids)
+
+
+def recorded(workdir: pathlib.Path, groups: int) -> Trajectories:
+  """What the first groups of a run that still have their token ids trained on.
+
+  Raises:
+    ValueError: the run has no pool, or too few of these groups.
+  """
+  write, found, left = _Writer(2), [], groups
+  with contextlib.closing(Run(workdir)) as run:
+    for item in run.reader.items('taken'):
+      members = [turns for _, turns in run.reader.group(item.index) if turns]
+      if members and left:
+        found += [[write.sample(*_ids(c)) for c in turns] for turns in members]
+        left -= 1
+  if left:
+    raise ValueError(
+      f'{workdir}: {groups - left} groups that were trained on have token ids, fewer '
+      f'than --groups={groups}; run RL with --config.rl.keep_items=1000'
+    )
+  return found

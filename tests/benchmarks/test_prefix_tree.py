@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks import prefix_tree, prefix_tree_rows, prefix_tree_workloads
-from m2jax import forest
+from m2jax import forest, records
+from m2jax.pool.data_pool import DataPool
 from tests import processes
+from tests.pool.test_data_pool import completion, trajectory
 
 VOCAB = 1 << 30  # so large that nothing is shared by chance
 
@@ -53,6 +55,29 @@ def test_thinking_is_stripped():
       action, later = a.tokens[-40:].tolist(), b.tokens[: b.prompt_length].tolist()
       assert action[0] in later and a.tokens[-120] not in later
       assert later[later.index(action[0]) :][:40] == action
+
+
+def test_recorded(tmp_path):
+  """Groups that were trained on, in the run's order, with completions by turn."""
+  with DataPool(f'sqlite:///{tmp_path}/pool.db') as pool:
+    for item in range(3):
+      pool.submit(records.WorkItem(item, 'a task', 2))
+      for rank in range(2):
+        key, answer = f's{item}.{rank}', (10 + item, rank)
+        pool.add_completion(completion(key, 1, prompt_ids=(1, *answer, 9)))
+        pool.add_completion(completion(key, 0, prompt_ids=(1,), response_ids=answer))
+        pool.add_trajectory(trajectory(key, item, rank))
+      pool.complete(item)
+    pool.take([2, 0], step=1)
+  found = prefix_tree_workloads.recorded(tmp_path, 2)
+  assert [[s.tokens.tolist() for s in turns] for turns in found] == [
+    [[1, 10 + item, rank], [1, 10 + item, rank, 9, 4, 5]]
+    for item in (0, 2)
+    for rank in range(2)
+  ]
+  assert [s.prompt_length for s in found[0]] == [1, 4]
+  with pytest.raises(ValueError, match='2 groups .* fewer than --groups=3'):
+    prefix_tree_workloads.recorded(tmp_path, 3)
 
 
 def settings(**changes):
