@@ -45,6 +45,7 @@ class Row:
     families: family → held-out pair.
     longer: held-out pair of the chains longer than any demonstration.
     steps: updates of the phase.
+    episodes: episodes of all groups that its updates took, used or not; 0 in SFT.
     tokens: tokens trained on, after merging prefixes.
     seconds: duration of the phase, including the evaluations during it.
   """
@@ -59,6 +60,7 @@ class Row:
   families: Mapping[str, Pair]
   longer: Pair | None
   steps: int
+  episodes: int
   tokens: int
   seconds: float
 
@@ -114,11 +116,17 @@ def rows(workdir: pathlib.Path) -> list[Row]:
         families=dict(sorted(held_out.families.items())),
         longer=evaluations.total(longer) if longer else None,
         steps=max((r['step'] for r in trained), default=0),
+        episodes=_episodes(trained, config),
         tokens=int(sum(r.get('forest_tokens', r.get('tokens', 0)) for r in trained)),
         seconds=trained[-1]['used_s'] if trained else 0.0,
       )
     )
   return out
+
+
+def _episodes(records: Sequence[Mapping], config: Mapping) -> int:
+  taken = max((r.get('pool/taken', 0) for r in records), default=0)
+  return int(taken * config['rl']['group_size']) if taken else 0
 
 
 def _share(pair: Pair | None) -> str:
@@ -139,13 +147,13 @@ def print_runs(found: Sequence[Row]) -> None:
   groups = {
     'Success': ['dev [95 %]', 'held-out [95 %]', 'greedy'],
     'Held-out success by the tool calls that suffice': by_calls,
-    'Cost of the phase': ['updates', 'tokens', 's'],
+    'Cost of the phase': ['updates', 'episodes', 'tokens', 's'],
   }
   lines = [
     [row.arm, row.seed, _interval(row.dev), _interval(row.held_out)]
     + [_share(row.greedy)]
     + [_share(row.by_calls.get(c)) for c in calls]
-    + [row.steps, f'{row.tokens:,}', f'{row.seconds:.0f}']
+    + [row.steps, f'{row.episodes:,}', f'{row.tokens:,}', f'{row.seconds:.0f}']
     for row in found
   ]
   head = ['run', 'seed', *(name for names in groups.values() for name in names)]

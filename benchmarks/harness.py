@@ -136,10 +136,10 @@ def show(
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-  """Median, minimum and maximum: '12.0 [11.5, 14.0]'."""
+  """Median, minimum and maximum: '12.0 [11.5, 14.0]'; '12.0' if they are equal."""
   found = statistics.median(values), min(values), max(values)
   middle, low, high = (f'{value:.{digits}f}' for value in found)
-  return f'{middle} [{low}, {high}]'
+  return middle if low == high else f'{middle} [{low}, {high}]'
 
 
 def markdown(

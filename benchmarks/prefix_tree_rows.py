@@ -149,31 +149,17 @@ def renamed(batch: forest.Forest, indices) -> forest.Forest:
   )
 
 
-def appended_rows(trajectories, batch_tokens):
-  """(b): a completion that does not continue the previous one starts a new row."""
-  rows, index = [], 0
+def appended_rows(trajectories, vocab, row_tokens):
+  """(b): completions that continue each other once; such chains share rows."""
+  samples, chains, last = [], [], None
   for trajectory in trajectories:
     for sample in trajectory:
-      last = rows[-1][-1][1].tokens if rows and sample is not trajectory[0] else None
-      if last is not None and np.array_equal(sample.tokens[: len(last)], last):
-        rows[-1].append((index, sample))
-      else:
-        rows.append([(index, sample)])
-      index += 1
-  parts = [
-    renamed(forest.merge([s for _, s in row]), [i for i, _ in row]) for row in rows
-  ]
-  return from_rows(parts, batch_tokens)
-
-
-def from_rows(parts, batch_tokens):
-  """Batches of the rows of one-row forests, with few distinct shapes."""
-  terms = power(max(p.weight.shape[1] for p in parts))
-  by_shape = collections.defaultdict(list)
-  for part in parts:
-    (cut,) = pad_to(part, terms)
-    by_shape[cut.tokens.shape[1]].append(cut)
-  return in_batches([stacked(p) for _, p in sorted(by_shape.items())], batch_tokens)
+      continues = last is not None and sample is not trajectory[0]
+      continues = continues and np.array_equal(sample.tokens[: len(last)], last)
+      chains.append(chains[-1] if continues else len(samples))
+      samples.append(sample)
+      last = sample.tokens
+  return apart(samples, chains, 0, vocab, row_tokens)
 
 
 def shared_prompt_rows(samples, vocab, row_tokens):
@@ -184,10 +170,15 @@ def shared_prompt_rows(samples, vocab, row_tokens):
     min(len(first), len(last)),
   )
   shared = min(shared, min(s.prompt_length for s in samples))
+  return apart(samples, range(len(samples)), shared, vocab, row_tokens)
+
+
+def apart(samples, keys, shared, vocab, row_tokens):
+  """Rows in which samples of different keys share their first `shared` tokens only."""
   separate = []
-  for i, sample in enumerate(samples):  # give the rest ids unique to the completion
+  for key, sample in zip(keys, samples, strict=True):
     tokens = sample.tokens.copy()
-    tokens[shared:] += vocab * (i + 1)
+    tokens[shared:] += vocab * (key + 1)
     separate.append(dataclasses.replace(sample, tokens=tokens))
   longest = max(len(s.tokens) for s in samples)
   batch = forest.merge(separate, row_tokens=max(row_tokens, longest))
@@ -214,7 +205,7 @@ def kinds(trajectories, cfg, args) -> list[Kind]:
   (row,) = pad_to(tree, power(tree.weight.shape[1]))
   found = [
     ('a', single_rows(samples, args.batch_tokens)),
-    ('b', appended_rows(trajectories, args.batch_tokens)),
+    ('b', appended_rows(trajectories, cfg.vocab_size, args.row_tokens)),
     ('c', shared_prompt_rows(samples, cfg.vocab_size, tokens)),
     ('d', [row]),
   ]

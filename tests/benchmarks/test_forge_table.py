@@ -17,7 +17,9 @@ def write_run(workdir, *, seed=0, algorithm='cispo', good=30):
     metrics.write('sft', 5, tokens=700, used_s=2.0)
     metrics.write('sft', 9, tokens=300, used_s=4.0)
     for step in (1, 2):
-      metrics.write('rl', step, forest_tokens=50, used_s=3.0 * step)
+      metrics.write(
+        'rl', step, **{'pool/taken': 9 * step}, forest_tokens=50, used_s=3.0 * step
+      )
     for stage, step, n in (('after SFT', 9, 10), ('after RL', 2, good)):
       for split, temperature, extra in (
         ('dev', 1.0, 1),
@@ -36,6 +38,7 @@ def write_run(workdir, *, seed=0, algorithm='cispo', good=30):
           metrics.write('eval', step, **fields, **cell)
   config = {'seed': seed, 'rl': {'learner': {'estimator': {'kind': algorithm}}}}
   config['rl']['learner']['shuffle_rewards'] = False
+  config['rl']['group_size'] = 16
   config['sft'] = {'families': {'steps_1': 0.5, 'steps_3': 0.5}}
   (workdir / 'config.json').write_text(json.dumps(config))
   return workdir
@@ -56,6 +59,7 @@ def test_rows_are_the_recorded_counts(workdir):
   assert rl.longer == (3, 5)  # than the three calls that were demonstrated
   assert (sft.steps, sft.tokens, sft.seconds) == (9, 1000, 4.0)
   assert (rl.steps, rl.tokens, rl.seconds) == (2, 100, 6.0)
+  assert (sft.episodes, rl.episodes) == (0, 18 * 16)
 
 
 def test_arms_are_named_by_their_settings(tmp_path):
@@ -72,7 +76,7 @@ def test_command_line(workdir):
 
   table = call(workdir).stdout.splitlines()
   rows = [line for line in table if line.startswith('| RL | 0 |')]
-  assert len(rows) == 3 and '0.750 [' in rows[0] and '| 100 | 6 |' in rows[2]
+  assert len(rows) == 3 and '0.750 [' in rows[0] and '| 288 | 100 | 6 |' in rows[2]
   assert json.loads(call('--json', workdir).stdout)[1]['held_out'] == [30, 40]
   assert '| dead_end | 0.40 | 0.40 |' in call('--families', workdir).stdout
   other = write_run(workdir.parent / 'other', seed=1, good=20)
