@@ -236,22 +236,28 @@ def report(
   """The question, the table and the verdicts, as Markdown."""
   head = ['condition', 'arm', 'seeds', 'rate', 'start', *claim.metrics.values()]
   head += [*claim.columns.values(), 'episodes', 'CPU s']
+  keys = ['start', *claim.metrics, *claim.columns]
   lines = []
   for condition, arm in claim.cells:
     found = [r for r in runs if (r['condition'], r['arm']) == (condition, arm)]
     if not found:
       continue
-    keys = ['start', *claim.metrics, *claim.columns]
-    spread = [harness.spread([r[key] for r in found], 2) for key in keys]
-    line = [condition, arm, len(found), f'{found[0]["rate"]:g}', *spread]
-    line += [harness.spread([r['episodes'] for r in found], 0)]
-    line += [harness.spread([r['cpu_s'] for r in found], 0)]
+    line = [condition, arm, str(len(found)), f'{found[0]["rate"]:g}']
+    line += [harness.spread([r[key] for r in found], 2) for key in keys]
+    line += [
+      harness.spread([r[key] for r in found], 0) for key in ('episodes', 'cpu_s')
+    ]
     lines.append(line)
   cpu_min = sum(r['cpu_s'] for r in runs) / 60
+  varied = lambda i: len(lines) < 2 or len({row[i] for row in lines}) > 1
+  shown = [i for i in range(len(head)) if i < 2 or varied(i)]
+  same = [f'{head[i]} {lines[0][i]}' for i in range(len(head)) if i not in shown]
+  pick = lambda cells: [cells[i] for i in shown]
   return '\n\n'.join(
     [
       claim.question,
-      harness.markdown(head, lines),
+      harness.markdown(pick(head), [*map(pick, lines)]),
+      *([f'In every line: {", ".join(same)}.'] if same else []),
       *verdict_lines(claim, runs),
       f'CPU time of the measured runs: {cpu_min:.0f} minutes. Commit: {commit}.',
       f'At scale: {claim.at_scale}',
