@@ -212,7 +212,7 @@ def committed_setup(claim: Claim, folder: pathlib.Path = SETUPS) -> dict[str, An
     )
     git('ls-files', '--error-unmatch', str(path))
     git('diff', '--quiet', 'HEAD', '--', *watched)
-    commit = git('rev-parse', 'HEAD').stdout.strip()
+    commit = git('log', '-1', '--format=%h', '--', str(path)).stdout.strip()
   except (subprocess.CalledProcessError, OSError) as error:
     raise SetupError(
       f'{path}, or the code of the claims, is not committed: the set-up is fixed by a '
@@ -259,7 +259,7 @@ def report(
       harness.markdown(pick(head), [*map(pick, lines)]),
       *([f'In every line: {", ".join(same)}.'] if same else []),
       *verdict_lines(claim, runs),
-      f'CPU time of the measured runs: {cpu_min:.0f} minutes. Commit: {commit}.',
+      f'CPU time of the measured runs: {cpu_min:.0f} minutes. Set-up: commit {commit}.',
       f'At scale: {claim.at_scale}',
     ]
   )
