@@ -6,8 +6,8 @@ HARDWARE: two CPU cores, 2 GB.
 RESULT: a policy after SFT on trees in which a search looks at up to five places;
   configs/evolve.py:explore asks for up to eight.
 
-Variants: `:quick` has 400 steps, on trees of up to three places; `:rl` continues with RL
-from the weights of a run of this config (`--config.start=RUN`).
+Variants: `:quick` has 400 steps, on trees of up to three places; `:rl` continues with
+RL from the weights of a run of this config (`--config.start=RUN`).
 """
 
 import ml_collections
