@@ -207,6 +207,23 @@ def test_a_stage_without_trajectories_is_empty(at):
   rows(tab)
 
 
+def test_a_link_that_is_followed_before_the_address_is_written(at):
+  """The page does not write the former selection over it."""
+  tab = at('group=29')
+  shows(tab, 'Group 29: 1 of 2', 'group=29')
+  tab.evaluate(
+    """async () => {
+      document.querySelector('#row-g28').click();
+      for (let i = 0; i < 2; i++) await new Promise(requestAnimationFrame);
+      await new Promise((done) => setTimeout(done));
+      const due = performance.now() + 100;  // the address is to be written before
+      while (performance.now() < due);
+      location.hash = 'group=30';
+    }"""
+  )
+  shows(tab, 'Group 30: 1 of 2', 'group=30')
+
+
 def test_a_range_of_rewards_is_a_filter(at):
   """A bar by a click, several by dragging or keys; again, or Escape, removes it. The
   other filters change the bars."""
