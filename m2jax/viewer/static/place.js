@@ -3,6 +3,7 @@
 
 const SETTLED_MS = 40; // what a held key passes is neither read nor in the history
 const ADDRESS = location.href.split('#')[0];
+let known; // the fragment as it was read or written last; another one is a link's
 const NARROW = matchMedia('(max-width: 60rem)'); // as in view.css: one column
 
 // What the address says. A key in it is stored, and leaves it.
@@ -13,12 +14,14 @@ function readPlace() {
     given.delete('key');
     history.replaceState(null, '', ADDRESS + (String(given) && `#${given}`));
   }
+  known = location.hash;
   const place = Object.fromEntries(Object.entries(START).map(([name, value]) => [name, given.get(name) ?? value]));
   return { ...place, phase: PHASES.includes(place.phase) ? place.phase : PHASES[0] };
 }
 
 // A new entry of the history for a new selection, unless the page itself made the first.
 function writePlace(place) {
+  if (location.hash !== known) return; // a link was followed, and its event is to come
   const before = readPlace();
   const said = Object.entries(place).filter(([name, value]) => value !== START[name]);
   const link = said.length ? `#${new URLSearchParams(said)}` : '';
@@ -26,20 +29,21 @@ function writePlace(place) {
   const moved = [...SELECTED, 'phase', 'task'].some((name) => before[name] !== place[name]);
   const first = !NARROW.matches && before.phase === place.phase && !SELECTED.some((name) => before[name]);
   history[moved && !first ? 'pushState' : 'replaceState'](null, '', ADDRESS + link);
+  known = location.hash;
 }
 
 function usePlace(onLink) {
-  const [place, setPlace] = useState(readPlace), read = useRef(null);
+  const [place, setPlace] = useState(readPlace), latest = useRef(place);
+  const move = (to) => setPlace(latest.current = to);
   useEffect(() => {
-    const onHash = () => { setPlace(read.current = readPlace()); onLink(); };
+    const onHash = () => { move(readPlace()); onLink(); };
     addEventListener('hashchange', onHash);
     return () => removeEventListener('hashchange', onHash);
   }, []);
   useEffect(() => {
-    // Written back, it would undo a second Back that comes before the timer.
-    if (place === read.current) return undefined;
-    const timer = setTimeout(() => writePlace(place), SETTLED_MS);
+    // A timer ends after the next place is drawn, which may be too late.
+    const timer = setTimeout(() => place === latest.current && writePlace(place), SETTLED_MS);
     return () => clearTimeout(timer);
   }, [place]);
-  return [place, (change) => setPlace((old) => ({ ...old, ...change }))];
+  return [place, (change) => move({ ...latest.current, ...change })];
 }
