@@ -328,8 +328,9 @@ def merge_speed(rounds: int, clock):
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   names = list(workloads.WORKLOADS)
-  parser.add_argument('--workloads', nargs='+', choices=names, default=names)
-  parser.add_argument('--pool', nargs='+', type=pathlib.Path, default=[], metavar='RUN')
+  what = parser.add_mutually_exclusive_group()
+  what.add_argument('--workloads', nargs='+', choices=names, default=names)
+  what.add_argument('--pool', nargs='+', type=pathlib.Path, default=[], metavar='RUN')
   parser.add_argument('--groups', type=int, default=8, help='of each RUN, in its order')
   parser.add_argument('--kinds', nargs='+', default=list('abcdef'))
   parser.add_argument('--rounds', type=int, default=3)
@@ -361,13 +362,13 @@ def main() -> None:
   cfg = prefix_tree_rows.small(args.dtype, args.mtp_modules)
   vocab, scale = cfg.vocab_size, args.scale
   try:
-    chosen = {run.name: workloads.recorded(run, args.groups) for run in args.pool}
+    chosen = [(run.name, workloads.recorded(run, args.groups)) for run in args.pool]
   except ValueError as error:
     parser.error(f'--pool: {error}')
   if not args.pool:
-    chosen = {name: workloads.make(name, vocab, scale) for name in args.workloads}
+    chosen = [(name, workloads.make(name, vocab, scale)) for name in args.workloads]
   found = []
-  for name, trajectories in chosen.items():
+  for name, trajectories in chosen:
     rows = measure(name, trajectories, args, cfg)
     found += rows
     if not args.json:
