@@ -9,8 +9,6 @@ Axes: T tokens, D model, E experts, k experts of a token.
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -77,11 +75,13 @@ def decide(
   # a sum over a one-hot, not a gather: its gradient is a product, not a scatter
   chosen = jax.nn.one_hot(ids, kernel.shape[1], dtype=dtype)
   weights = jnp.einsum('te,tke->tk', scores, chosen)
-  # a lower bound at which the gradient, total ** -2, is still finite in fp32
-  # added one by one: an order that is the same in every program
-  total = functools.reduce(operator.add, jnp.split(weights, top_k, axis=-1))
-  total = jnp.maximum(total, 1e-15)
-  return Routes(ids, weights / total, rerouted)
+  normed = invariant.rows(lambda w, _: w / _total(w), weights, None, tiled)
+  return Routes(ids, normed, rerouted)
+
+
+def _total(weights: Float[Array, 'T k']) -> Float[Array, 'T 1']:
+  """Their sum, at least so large that its gradient, total ** -2, is finite in fp32."""
+  return jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-15)
 
 
 def loads(

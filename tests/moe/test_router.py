@@ -223,3 +223,13 @@ def test_update_balances():
 def test_max_violation(load, want):
   """(max − mean) / mean: 0 is perfect balance."""
   assert router.max_violation(jnp.array(load)) == want
+
+
+def test_no_column_of_one_expert():
+  """On TPUs an array [T, 1] takes the memory of [T, 128]: weights are never split."""
+  x, kernel, bias = tensors(0)
+  weights = lambda x: router.route(x, kernel, bias, TOP_K)[1]
+  gradient = lambda x: jax.vjp(weights, x)[1](jnp.ones((TOKENS, TOP_K)))
+  text = str(jax.make_jaxpr(gradient)(x))
+  columns = [line for line in text.splitlines() if f'f32[{TOKENS},1] = ' in line]
+  assert columns and not any(' split[' in line or ' slice[' in line for line in columns)
