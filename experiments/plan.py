@@ -128,8 +128,8 @@ def main():
       tried = search.candidates(config, name, workload, slice_)
       if not JSON.value:
         print(render.candidates(name, tried, slice_.name), flush=True)
-      for candidate in tried[: BEST.value]:
-        show(search.compiled(config, candidate, slice_, store))
+      for made in search.compiled(config, tried[: BEST.value], slice_, store):
+        show(made)
   else:
     # one compilation cannot keep two cores busy; train steps take longest
     with futures.ThreadPoolExecutor(JOBS.value or os.cpu_count()) as pool:

@@ -24,6 +24,10 @@ from m2jax.plan.programs import Program, device_bytes
 from m2jax.plan.workloads import SERVING
 
 
+class DoesNotCompile(ValueError):
+  """The compiler rejects a program, for example for its memory; says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory:
   """Bytes of one device's HBM while a program runs.
@@ -126,7 +130,7 @@ def _compile(name: str, lowered, options: Mapping[str, Any]) -> dict[str, Any]:
   try:
     compiled = lowered.compile(compiler_options=dict(options))
   except jax.errors.JaxRuntimeError as error:
-    raise ValueError(f'{name} does not compile: {error}') from error
+    raise DoesNotCompile(f'{name} does not compile: {error}') from error
   stats = compiled.memory_analysis()
   return dict(
     text=compiled.as_text(),

@@ -71,8 +71,9 @@ def make(
     store: directory of compiled programs (see `compile.compile_program`).
 
   Raises:
-    ValueError: the model does not divide over the mesh, has sliding windows, a
-      program does not compile, or one that gathers weights has no all-gather.
+    ValueError: the model does not divide over the mesh, has sliding windows, or a
+      program that gathers weights has no all-gather.
+    DoesNotCompile: a program does not compile.
   """
   if config.model.window is not None:
     raise ValueError(

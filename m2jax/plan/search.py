@@ -15,16 +15,18 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from absl import logging
 
 from m2jax import params
 from m2jax import sharding as sharding_lib
 from m2jax.config import REMAT, ModelConfig
 from m2jax.moe import exchange
 from m2jax.plan import efficiency, flops, ici, plan, programs
+from m2jax.plan.compile import DoesNotCompile
 from m2jax.plan.topology import Topology
 from m2jax.plan.workloads import TRAINING, Placed, PlanConfig, Workload
 from m2jax.sharding import MESH_AXES, PRESETS, MeshConfig, Rules, Sharding
@@ -229,12 +231,27 @@ def _saved_bytes(cfg: ModelConfig, part: flops.Local, shards: int, buffer: float
 
 def compiled(
   config: PlanConfig,
-  candidate: Candidate,
+  candidates: Sequence[Candidate],
   topology: Topology,
   store: pathlib.Path | None = None,
-) -> plan.estimate.Plan:
-  """The candidate's programs compiled and estimated; raises as `plan.make`."""
-  return plan.make(config, candidate.placed, topology, store)
+) -> Iterator[plan.estimate.Plan]:
+  """Plans of candidates, compiled one by one; logs and skips what does not compile.
+
+  Raises:
+    ValueError: as `plan.make`.
+    DoesNotCompile: the last, if none compiles.
+  """
+  failures = []
+  for number, candidate in enumerate(candidates, 1):
+    try:
+      made = plan.make(config, candidate.placed, topology, store)
+    except DoesNotCompile as error:
+      failures.append(error)
+      logging.warning('mesh %d of %d: %s', number, len(candidates), error)
+    else:
+      yield made
+  if failures and len(failures) == len(candidates):
+    raise failures[-1]
 
 
 @functools.lru_cache(maxsize=64)

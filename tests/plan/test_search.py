@@ -13,6 +13,7 @@ import pytest
 
 from m2jax import config, forest, model, sharding
 from m2jax.optim import optimizer
+from m2jax.plan import compile as compile_lib
 from m2jax.plan import search, workloads
 from m2jax.train import step as train_step
 from tests.plan import fake
@@ -63,6 +64,23 @@ def test_nothing_fits():
   """Too small a slice says so, in words a person can act on."""
   with pytest.raises(ValueError, match="'m2': no mesh of 8 devices fits 95 GiB; take"):
     search.candidates(PLAN, 'm2', LOAD, fake.slice_(2, 2, 2))
+
+
+def test_what_does_not_compile_is_skipped(found, monkeypatch):
+  """The search goes on to the next mesh, and fails if none is left."""
+  made = dict(zip(map(id, found), ('first', None, 'third'), strict=False))
+
+  def make(config, placed, topology, store):
+    plan = made[next(id(c) for c in found if c.placed is placed)]
+    if plan is None:
+      raise compile_lib.DoesNotCompile('train_step does not compile: out of memory')
+    return plan
+
+  monkeypatch.setattr(search.plan, 'make', make)
+  slice_ = fake.slice_(4, 4, 8)
+  assert list(search.compiled(PLAN, found[:3], slice_)) == ['first', 'third']
+  with pytest.raises(compile_lib.DoesNotCompile, match='out of memory'):
+    list(search.compiled(PLAN, found[1:2], slice_))
 
 
 def test_experts_apart_need_the_buffer_of_a_round():
