@@ -2,7 +2,7 @@
 
   python -m benchmarks.thinking --workdir=DIR [--seeds 0 1 2] [--json]
 
-The whole job (`m2jax.forge.run`: demonstrations, SFT, RL, held-out evaluations) on
+The main job without RL (`m2jax.forge.run`: demonstrations, SFT, held-out evaluation) on
 lookups (`m2jax_pipelines.tasks.lookup`): the model follows a chain of keys and answers
 with the sum of what it found, modulo 5. The demonstrations' thinking carries the
 running total. No observation has it, but each has its number, so that it can be
@@ -10,15 +10,15 @@ computed again. The job runs twice for each seed, with the same demonstrations, 
 budget and tasks:
 
   kept      prompts contain the thinking of all turns, as M2's template has it
-  dropped   prompts contain none of earlier turns, in SFT, RL and the evaluations
+  dropped   prompts contain none of earlier turns, in SFT and the evaluation
 
 Dropping gives each turn a prompt of its own. In SFT their common prefixes are computed
 once (`data.packing.SampleBatches`), so that a step of both costs the same.
 
 Each is also evaluated the other way: weights trained with the thinking of earlier turns
 on prompts without it, and the reverse. Prints medians over seeds with their range:
-success at temperature 1 on held-out tasks, after SFT and after RL, by the length of the
-chain. Runs resume, and measurements in DIR are not repeated.
+success at temperature 1 on held-out tasks, by the length of the chain. Runs resume, and
+measurements in DIR are not repeated. `benchmarks.claims --claim=thinking` has RL.
 """
 
 from __future__ import annotations
@@ -76,14 +76,7 @@ def config(side: str, seed: int, args) -> ml_collections.ConfigDict:
   c.sft.optimizer.schedule.update(
     total_steps=args.sft_steps, decay_steps=args.sft_steps // 3
   )
-  c.rl.update(steps=args.updates, dev_every=0, patience=0, groups_per_step=4)
-  c.rl.update(group_size=8, capacity=8, checkpoint_every=args.updates)
-  c.rl.update(partial_credit=0.0)
-  c.rl.learner.update(row_tokens=2048, row_terms=2048)
-  c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
-  c.rl.optimizer.schedule.update(
-    total_steps=args.updates, decay_steps=args.updates // 2
-  )
+  c.rl = None
   return fields.complete(c, ForgeConfig)
 
 
@@ -110,9 +103,11 @@ def measure(side: str, seed: int, args) -> dict[str, Any]:
   started, workdir = time.monotonic(), args.workdir / f'{side}-{seed}'
   built = common.build(ForgeConfig, config(side, seed, args))
   run.run(built, workdir)
-  rows = evaluations.by_stage(metrics_lib.read(workdir))
-  out = {row.stage: {'all': row.sampled, **row.families} for row in rows}
-  out['the other way'] = other_way(built, workdir)
+  (row,) = evaluations.by_stage(metrics_lib.read(workdir))
+  out = {
+    'the same way': {'all': row.sampled, **row.families},
+    'the other way': other_way(built, workdir),
+  }
   print(f'seed {seed}, {side}: {time.monotonic() - started:.0f} s', file=sys.stderr)
   return {'side': side, 'seed': seed, 'success': out}
 
@@ -122,16 +117,14 @@ def table(runs: Sequence[Mapping[str, Any]], hops: int) -> str:
   heads = ('thinking', 'evaluated', *parts.values())
   lines = []
 
-  def cell(side: str, stage: str, part: str) -> str:
-    pairs = [r['success'][stage].get(part, (0, 0)) for r in runs if r['side'] == side]
+  def cell(side: str, how: str, part: str) -> str:
+    pairs = [r['success'][how].get(part, (0, 0)) for r in runs if r['side'] == side]
     rates = [100 * successes / max(n, 1) for successes, n in pairs]
     return harness.spread(rates, 0)
 
   for side in SIDES:
-    for stage in (run.AFTER_SFT, run.AFTER_RL, 'the other way'):
-      shown = f'{run.AFTER_RL}, the other way' if stage == 'the other way' else stage
-      cells = [cell(side, stage, part) for part in parts]
-      lines.append([side, shown, *cells])
+    for how in ('the same way', 'the other way'):
+      lines.append([side, how, *(cell(side, how, part) for part in parts)])
   return harness.markdown(heads, lines)
 
 
@@ -142,7 +135,6 @@ def main() -> None:
   parser.add_argument('--demonstrations', type=int, default=30_000)
   parser.add_argument('--tokens', type=int, default=4096, help='of an SFT step')
   parser.add_argument('--sft_steps', type=int, default=2000)
-  parser.add_argument('--updates', type=int, default=12, help='of RL')
   parser.add_argument('--tasks', type=int, default=350, help='held out')
   args = parser.parse_args()
   harness.run(args, list(SIDES), measure, lambda runs: table(runs, args.hops))
