@@ -58,6 +58,7 @@ def config(arm: str, seed: int, args) -> ml_collections.ConfigDict:
   )
   c.rl.update(steps=args.updates, dev_every=0, patience=0, checkpoint_every=7)
   c.rl.update(groups_per_step=args.groups, group_size=16, capacity=2 * args.groups)
+  c.rl.refill_factor = 3.0
   c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
   c.rl.optimizer.schedule.update(
     total_steps=args.updates, decay_steps=args.updates // 2

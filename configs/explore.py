@@ -42,7 +42,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.sft.optimizer.schedule.update(total_steps=steps, decay_steps=steps // 3)
   if variant == 'rl':
     c.rl.update(steps=16, dev_every=0, patience=0, partial_credit=0.0)
-    c.rl.update(checkpoint_every=16)
+    c.rl.update(groups_per_step=8, refill_factor=3.0, checkpoint_every=16)
     c.rl.optimizer.schedule.update(total_steps=16, decay_steps=8)
   else:
     c.rl = None

@@ -64,12 +64,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     ),
   )
   c.rl = dict(
-    steps=28,
+    steps=48,
     seconds=0.0,  # no limit
     dev_every=10,  # updates between evaluations on the development split
     dev_tasks=105,
     patience=3,  # stop after this many evaluations without a new best
-    groups_per_step=8,  # with a non-zero advantage
+    groups_per_step=12,
+    refill_factor=1.0,  # none for a group with zero advantage: as many as the controls
     group_size=16,
     capacity=16,  # N, in groups
     window='default',  # W = 0.3 N
@@ -107,11 +108,11 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   elif variant == 'more_sft':
     c.more_sft = ml_collections.ConfigDict(
       dict(
-        loop=dict(steps=2900, checkpoint_every=725),  # as long as RL takes
+        loop=dict(steps=5600, checkpoint_every=1400),  # as long as RL takes
         optimizer=c.sft.optimizer.to_dict(),
       )
     )
-    c.more_sft.optimizer.schedule.update(total_steps=2900, decay_steps=1000)
+    c.more_sft.optimizer.schedule.update(total_steps=5600, decay_steps=1960)
     c.rl = None
   elif variant == 'expert_iteration':
     c.rl.learner.estimator.kind = 'expert_iteration'
@@ -154,5 +155,5 @@ def _tune(c: ml_collections.ConfigDict) -> None:
     step=dict(micro_rows=2, detach_mtp=True),  # a row per device
   )
   c.rl.optimizer.schedule = dict(
-    kind='wsd', total_steps=28, decay_steps=14, final_fraction=0.1
+    kind='wsd', total_steps=48, decay_steps=24, final_fraction=0.1
   )

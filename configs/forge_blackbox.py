@@ -96,7 +96,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   c.tasks.weights = forge.DEMONSTRATED
   c.eval_tasks, c.dev_tasks = 100, 0
   c.sft.demonstrations = 600
-  c.rl.update(steps=16, groups_per_step=4, group_size=8, capacity=8)
+  c.rl.update(steps=16, groups_per_step=4, group_size=8, capacity=8, refill_factor=3.0)
   c.rl.update(dev_every=0, patience=0, item_deadline_s=900.0)
   c.rl.optimizer.schedule.update(total_steps=16, decay_steps=8)
   if variant == 'smoke':

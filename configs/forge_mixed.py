@@ -88,7 +88,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     kind='mixed',
     domains=_tasks(shell),
     ratios=ratios,
-    stages=(16 if variant == 'smoke' else 112,),  # work items: the second begins
+    stages=(16 if variant == 'smoke' else 288,),  # work items: the second begins
     demonstrated=dict(DEMONSTRATED),
   )
   c.episodes.agent = dict(kind='mixed', domains=_agents(agent), contexts=dict(CONTEXTS))
