@@ -98,6 +98,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     c.rl.update(
       steps=3,
       groups_per_step=2,
+      refill_factor=3.0,  # so that most updates have something to train
       group_size=2,
       capacity=4,
       checkpoint_every=2,

@@ -63,7 +63,7 @@ def config(
   c.sft.optimizer.schedule.update(total_steps=steps, decay_steps=steps // 3)
   c.rl.update(steps=UPDATES, seconds=RL_SECONDS)
   c.rl.update(dev_every=0, patience=0, groups_per_step=2, group_size=4)
-  c.rl.update(capacity=4, checkpoint_every=10, partial_credit=0.0)
+  c.rl.update(capacity=4, checkpoint_every=10, partial_credit=0.0, refill_factor=3.0)
   c.rl.learner.update(row_tokens=1024, row_terms=1024)
   c.rl.learner.step.update(micro_rows=1, detach_mtp=False)
   c.rl.optimizer.muon.learning_rate = 5e-4
