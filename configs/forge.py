@@ -70,7 +70,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     dev_tasks=105,
     patience=3,  # stop after this many evaluations without a new best
     groups_per_step=12,
-    refill_factor=1.0,  # none for a group with zero advantage: as many as the controls
+    refill_factor=1.0,  # no more episodes than the controls have
     group_size=16,
     capacity=16,  # N, in groups
     window='default',  # W = 0.3 N

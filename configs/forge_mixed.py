@@ -83,12 +83,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   ratios = dict(DOMAINS)
   if variant in DOMAINS:
     ratios = {name: (float(name == variant),) for name in DOMAINS}
+  items = 16 if variant == 'smoke' else c.rl.steps * c.rl.groups_per_step // 2
   shell, agent, teacher = c.tasks.to_dict(), c.episodes.agent.to_dict(), c.teacher
   c.tasks = dict(
     kind='mixed',
     domains=_tasks(shell),
     ratios=ratios,
-    stages=(16 if variant == 'smoke' else 288,),  # work items: the second begins
+    stages=(items,),  # work items, after which the second begins
     demonstrated=dict(DEMONSTRATED),
   )
   c.episodes.agent = dict(kind='mixed', domains=_agents(agent), contexts=dict(CONTEXTS))
